@@ -116,12 +116,12 @@ def inside(page: Page) -> None:
 def tree(page: Page) -> None:
     step(page)
     for number in (4, 9, 15):
-        open_panel(page, "Step")
+        open_panel(page, "Sampling")
         generated_tokens(page).nth(number).click()
         page.locator("#side-panel .candidate:not(.picked)").first.click()
         page.wait_for_timeout(300)
         wait_until_done(page)
-    open_panel(page, "Map")
+    open_panel(page, "Branches")
     page.wait_for_timeout(800)
 
 
@@ -146,7 +146,7 @@ def record_film(page: Page) -> Film:
     page.locator("#side-panel .candidate:not(.picked)").first.click()
     film.take(2.2)
     wait_until_done(page)
-    open_panel(page, "Map")
+    open_panel(page, "Branches")
     film.take(1.8)
     open_panel(page, "Inside")
     film.take(2.5)

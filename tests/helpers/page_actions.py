@@ -11,20 +11,61 @@ from playwright.sync_api import Locator, Page, ViewportSize, expect
 WIDE: ViewportSize = {"width": 1280, "height": 800}
 
 
+_LEVELS = {"Sampling": "step", "Inside": "inside"}  # of the first tab
+# Title of a view: its place, its name in the address, and the name of its region.
+_VIEWS = {
+    "Compare": ("compare", "settings", "Compare settings"),
+    "Samples": ("compare", "samples", "Compare samples"),
+    "Models": ("compare", "models", "Compare models"),
+    "Search": ("compare", "search", "Search"),
+    "Diffusion": ("compare", "diffusion", "Diffusion"),
+    "Tokenizer": ("explain", "tokenizer", "Tokenizer"),
+    "One token": ("explain", "token", "One token"),
+    "Attention": ("explain", "attention", "Attention"),
+    "Sudoku": ("explain", "sudoku", "Sudoku"),
+    "Training runs": ("lab", "training", "Training runs"),
+    "Cost report": ("lab", "measure", "Cost report"),
+    "Costs of a text": ("lab", "text", "Costs of a text"),
+}
+
+
+def address_of(page: Page) -> str:
+    """The server of the page."""
+    return page.url.split("?")[0].rstrip("/")
+
+
 def open_panel(page: Page, name: str) -> Locator:
-    """One of Step, Inside, Map, Costs, Settings."""
-    page.get_by_role("tab", name=name, exact=True).click()
+    """One of Sampling, Inside, Branches, Settings."""
+    tab = "Token" if name in _LEVELS else name
     panel = page.locator("#side-panel")
-    expect(panel).to_have_attribute("aria-labelledby", f"tab-{name.lower()}")
+    button = page.get_by_role("tab", name=tab, exact=True)
+    if button.get_attribute("aria-selected") != "true" or not panel.is_visible():
+        button.click()
+    expect(panel).to_have_attribute("aria-labelledby", f"tab-{tab.lower()}")
+    if name in _LEVELS:
+        page.locator(f"#level-{_LEVELS[name]}").click()
     return panel
 
 
-def open_view(page: Page, name: str) -> Locator:
-    """One of Compare, Diffusion, Think, Measure."""
-    page.get_by_role("button", name=name, exact=True).click()
-    view = page.get_by_role("region", name=name, exact=True)
+def open_view(page: Page, title: str) -> Locator:
+    """A view of Compare, Explain or Lab, by the links at the top."""
+    place, name, region = _VIEWS[title]
+    page.locator(f"#place-{place}").click()
+    page.locator(f"#view-{name}").click()
+    view = page.get_by_role("region", name=region, exact=True)
     expect(view).to_be_visible()
     return view
+
+
+def open_write(page: Page) -> None:
+    page.locator("#place-write").click()
+    expect(page.locator("#prompt")).to_be_visible()
+
+
+def open_menu(page: Page, item: str) -> None:
+    """Click an item of the menu, by its id."""
+    page.locator("#menu-button").click()
+    page.locator(f"#{item}").click()
 
 
 def set_settings(page: Page, **settings: Any) -> None:
@@ -32,8 +73,8 @@ def set_settings(page: Page, **settings: Any) -> None:
     open_panel(page, "Settings")
     for name, value in settings.items():
         field = page.locator(f"#set-{name}")
-        if not field.is_visible():
-            page.get_by_text("Advanced", exact=True).click()
+        if not field.is_visible():  # in a part that is folded
+            field.locator("xpath=ancestor::details").locator("summary").click()
         if isinstance(value, bool):
             field.set_checked(value)
         else:
@@ -48,6 +89,10 @@ def use_settings(page: Page, **settings: Any) -> None:
 
 
 def start_writing(page: Page, prompt: str) -> None:
+    """Type the prompt of a new text, and Enter."""
+    if page.locator("#new").is_visible():
+        page.locator("#new").click()
+        expect(page.locator("#new")).to_have_count(0)
     page.locator("#prompt").fill(prompt)
     page.locator("#prompt").press("Enter")
 
@@ -57,12 +102,13 @@ def write(
 ) -> None:
     """Type a prompt, write, and wait until the text is there."""
     use_settings(page, max_tokens=max_tokens, **settings)
+    if page.locator("#new").is_visible():
+        page.locator("#new").click()
     page.get_by_role("group", name="Mode").get_by_role("button", name=mode.capitalize()).click()
-    before = page.locator("#text").get_attribute("data-branch") or ""
     start_writing(page, prompt)
-    expect(page.locator("#text")).not_to_have_attribute("data-branch", before)
+    expect(page.locator("#text")).not_to_have_attribute("data-branch", "")
     finished(page)
-    open_panel(page, "Step")
+    open_panel(page, "Sampling")
 
 
 def finished(page: Page) -> None:
@@ -100,7 +146,7 @@ def text(page: Page) -> str:
 def branch(page: Page) -> dict[str, Any]:
     """The branch that is shown, as the server tells it."""
     identity = page.evaluate("import('/page/code/state.js').then((m) => m.state.current)")
-    answer = page.request.get(f"{page.url.rstrip('/')}/v1/tree/{identity}")
+    answer = page.request.get(f"{address_of(page)}/v1/tree/{identity}")
     assert answer.ok, answer.text()
     result: dict[str, Any] = answer.json()
     return result
@@ -109,7 +155,7 @@ def branch(page: Page) -> dict[str, Any]:
 def post(page: Page, path: str, **body: Any) -> dict[str, Any]:
     """What the server answers to a request under `/v1/tree`."""
     headers = {"content-type": "application/json"}
-    address = f"{page.url.rstrip('/')}/v1/tree{path}"
+    address = f"{address_of(page)}/v1/tree{path}"
     answer = page.request.post(address, data=json.dumps(body), headers=headers)
     assert answer.ok, answer.text()
     result: dict[str, Any] = answer.json()

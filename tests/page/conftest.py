@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import httpx
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
@@ -66,7 +67,7 @@ class Window:
 
     def __init__(self, browser: Browser) -> None:
         context = browser.new_context(viewport=WIDE)
-        context.add_init_script("localStorage.setItem('unspool.tour', 'true')")  # put away
+        context.add_init_script("localStorage.setItem('unspool.visited', 'true')")  # no example
         self.page = context.new_page()
         self.faults: list[str] = []
         self.page.on("console", self._record_error)
@@ -145,8 +146,20 @@ def window(chromium: Chromium) -> Window:
 
 
 @pytest.fixture
-def page(window: Window, address: str, expected_errors: list[str]) -> Iterator[Page]:
-    """The page as a person opens it, the tour put away; nothing may go wrong in it unseen."""
+def empty_library(window: Window, address: str) -> None:
+    """Nothing that other tests wrote: a new window shows the latest text."""
+    window.forget()
+    window.page.goto("about:blank")  # the page before would save what it shows
+    with httpx.Client(base_url=address) as client:
+        for session in client.get("/v1/tree/sessions?limit=1000").json().get("data", []):
+            client.delete(f"/v1/tree/sessions/{session['id']}")
+
+
+@pytest.fixture
+def page(
+    window: Window, address: str, empty_library: None, expected_errors: list[str]
+) -> Iterator[Page]:
+    """The page as a person opens it again, with an empty library; no error stays unseen."""
     page = window.visit(address)
     expect(page.locator("#write")).to_be_enabled()
     yield page

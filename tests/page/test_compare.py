@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from helpers.page_actions import open_view, text, tokens
+from helpers.page_actions import address_of, open_view, text, tokens
 
 QUESTION = "Why do leaves change color in fall?"
 ONLY_TEMPERATURE = {"top_k": 0, "top_p": 1, "min_p": 0}
@@ -45,11 +45,10 @@ WORD_TREE = """async () => {
 }"""
 
 
-def opened(page: Page, picture: str = "Settings", tokens: int = 12) -> Locator:
-    view = open_view(page, "Compare")
-    view.get_by_role("button", name=picture, exact=True).click()
-    view.get_by_label("Prompt to compare").fill(QUESTION)
-    view.get_by_label("Tokens", exact=True).fill(str(tokens))
+def opened(page: Page, picture: str = "Compare", tokens: int = 12) -> Locator:
+    view = open_view(page, picture)
+    view.locator("[name=prompt]").fill(QUESTION)
+    view.get_by_label("Max tokens", exact=True).fill(str(tokens))
     return view
 
 
@@ -71,7 +70,7 @@ def written(view: Locator, wait: int = 30_000) -> None:
 
 def api_text(page: Page, **settings: Any) -> dict[str, Any]:
     """The same question, asked without the page."""
-    tree = f"{page.url.rstrip('/')}/v1/tree"
+    tree = f"{address_of(page)}/v1/tree"
     request = {"messages": [{"role": "user", "content": QUESTION}], **settings}
     started = page.request.post(tree, data=request).json()
     result: dict[str, Any] = page.request.post(f"{tree}/{started['id']}/resume", data={}).json()
@@ -90,7 +89,7 @@ def readable(text: str) -> str:
 
 def test_four_settings_are_written_side_by_side(page: Page) -> None:
     view = opened(page)
-    view.get_by_label("Prompt to compare").press("Enter")
+    view.locator("[name=prompt]").press("Enter")
     for item in range(1, 5):
         expect(number(column(view, item), "end")).to_have_text("max tokens", timeout=30_000)
         expect(number(column(view, item), "tokens")).to_have_text("12")
@@ -127,6 +126,7 @@ def test_the_same_settings_and_seed_give_the_same_text(page: Page) -> None:
     view.get_by_role("button", name="Add a column").click()
     view.get_by_label("Seed of column 3").fill("8")
     view.get_by_label("Seed of column 3").press("Enter")
+    expect(column(view, 3).locator(".t").first).to_be_visible()
     written(view)
     assert words(column(view, 1)) == words(column(view, 2)) != ""
     expect(column(view, 2)).to_contain_text("The same text as column 1, all 12 tokens")
@@ -139,7 +139,7 @@ def test_a_bad_setting_is_said_in_its_column(page: Page, expected_errors: list[s
     view = opened(page, tokens=6)
     view.get_by_label("Temperature of column 2").fill("-3")
     view.get_by_label("Top-k of column 3").fill("many")
-    view.get_by_role("button", name="Write all").click()
+    view.locator("#run").click()
     written(view)
     expect(column(view, 2).get_by_role("alert")).to_contain_text(
         "emperature must be >= 0, got -3.0"
@@ -148,14 +148,14 @@ def test_a_bad_setting_is_said_in_its_column(page: Page, expected_errors: list[s
     expect(column(view, 3).get_by_role("alert")).to_have_text("Top-k must be a number, got “many”.")
     for item in (1, 4):
         expect(number(column(view, item), "tokens")).to_have_text("6")
-    view.get_by_label("Prompt to compare").fill(" ")
-    view.get_by_role("button", name="Write all").click()
+    view.locator("[name=prompt]").fill(" ")
+    view.locator("#run").click()
     expect(view.get_by_role("alert").first).to_have_text("Enter a prompt first.")
 
 
 def test_a_token_shows_its_candidates_and_opens_in_write(page: Page) -> None:
     view = opened(page, tokens=8)
-    view.get_by_role("button", name="Write all").click()
+    view.locator("#run").click()
     written(view)
     displayed = words(column(view, 4))
     third = column(view, 4).locator(".t").nth(2)
@@ -183,11 +183,11 @@ def test_samples_part_as_the_model_said(page: Page) -> None:
     view = opened(page, "Samples")
     view.get_by_label("Number of samples").fill("8")
     view.get_by_label("Seed of the samples").fill("7")
-    view.get_by_role("button", name="Write 8 samples").click()
+    view.locator("#run").click()
     expect(view.locator(".cmp-leaf")).to_have_count(8, timeout=30_000)
     written(view)
     ids = page.evaluate("import('/page/code/compare/runs.js').then((m) => m.compare.samples.ids)")
-    tree = f"{page.url.rstrip('/')}/v1/tree"
+    tree = f"{address_of(page)}/v1/tree"
     branches = [page.request.get(f"{tree}/{item}").json() for item in ids]
     assert len(branches) == 8
     pieces = [[step["token"] for step in branch["steps"]] for branch in branches]
@@ -222,15 +222,15 @@ def test_samples_part_as_the_model_said(page: Page) -> None:
 
 def test_stop_ends_all_columns_and_unused_branches_go(page: Page) -> None:
     view = opened(page, tokens=400)
-    view.get_by_role("button", name="Write all").click()
+    view.locator("#run").click()
     expect(column(view, 4).locator(".t").nth(3)).to_be_visible()
     view.get_by_role("button", name="Stop", exact=True).click()
     written(view)
     expect(number(column(view, 4), "end")).to_have_text("stopped")
     many = "import('/page/code/state.js').then((m) => m.state.branches.size)"
     assert page.evaluate(many) == 4
-    view.get_by_label("Tokens", exact=True).fill("2")
-    view.get_by_role("button", name="Write all").click()
+    view.get_by_label("Max tokens", exact=True).fill("2")
+    view.locator("#run").click()
     expect(number(column(view, 4), "tokens")).to_have_text("2")
     written(view)
     assert page.evaluate(many) == 4

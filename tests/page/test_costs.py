@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from helpers.page_actions import branch, finished, open_panel, text, tokens, write
+from helpers.page_actions import (
+    address_of,
+    branch,
+    finished,
+    open_view,
+    open_write,
+    text,
+    tokens,
+    write,
+)
 
 ORDINARY = "The old sailor looked at the sea and"
 ROUND = "The cat sat. The cat sat. The cat sat. The cat sat."  # the model repeats it for ever
@@ -46,7 +55,7 @@ def server(real_server: Any) -> Any:
 def panel(page: Page) -> Locator:
     """The costs of 24 tokens."""
     write(page, ORDINARY, max_tokens=24, seed=11)
-    return open_panel(page, "Costs")
+    return open_view(page, "Costs of a text")
 
 
 def test_the_figures_are_those_of_the_text(page: Page, panel: Locator) -> None:
@@ -63,9 +72,6 @@ def test_the_figures_are_those_of_the_text(page: Page, panel: Locator) -> None:
     first = reply["last"]["first_token_seconds"]
     assert told_seconds(figure(panel, "first")) == pytest.approx(first, rel=0.1)
     assert figure(panel, "reused") == str(reply["last"]["reused_tokens"])
-    expect(page.locator("[data-live=tokens]")).to_have_text("24 tokens")
-    assert float(page.locator("[data-live=rate]").inner_text().replace(",", "")) > 0
-
     drift = sum(-step["logprob"] - step["entropy"] for step in reply["steps"])
     displayed = panel.locator("[data-drift]")
     assert float(displayed.get_attribute("data-drift") or "") == pytest.approx(drift, abs=1e-3)
@@ -93,6 +99,12 @@ def test_the_figures_are_those_of_the_text(page: Page, panel: Locator) -> None:
     times.click(position={"x": box["width"] - 8, "y": box["height"] / 2})
     expect(tokens(page).last).to_have_class(re.compile(r"\bselected\b"))
 
+    open_write(page)
+    expect(page.locator("[data-live=tokens]")).to_have_text("24 tokens")
+    assert float(page.locator("[data-live=rate]").inner_text().replace(",", "")) > 0
+    page.locator("#text-costs").click()
+    expect(panel).to_be_visible()
+
 
 def test_without_the_cache_the_same_text_takes_ever_longer(page: Page, panel: Locator) -> None:
     before = text(page)
@@ -118,18 +130,21 @@ def test_without_the_cache_the_same_text_takes_ever_longer(page: Page, panel: Lo
     )
     assert result["off"] > result["on"]
     assert result["same"] == before
-    names = [item["name"] for item in page.request.get(f"{page.url}v1/tree").json()["data"]]
+    names = [
+        item["name"] for item in page.request.get(f"{address_of(page)}/v1/tree").json()["data"]
+    ]
     assert "without cache" not in names
     assert text(page) == before
 
     panel.get_by_role("switch", name="KV cache").uncheck()
-    page.locator("#one-step").click()
-    finished(page)
+    page.locator("#text").press(".")  # one token
     expect(tokens(page)).to_have_count(25)
+    finished(page)
     assert branch(page)["settings"]["cache"] is False
     expect(panel.locator(".chart-key", has_text="without").first).to_be_visible()
     panel.get_by_role("switch", name="KV cache").check()
-    page.locator("#one-step").click()
+    page.locator("#text").press(".")
+    expect(tokens(page)).to_have_count(26)
     finished(page)
     assert branch(page)["settings"]["cache"] is True
 
@@ -140,8 +155,9 @@ def test_a_text_that_goes_round_drives_the_meter_and_the_guard_repairs_it(
     assert meter(panel) < 25
     expect(panel.get_by_text("The end of the text does not repeat itself.")).to_be_visible()
 
+    open_write(page)
     write(page, ROUND, max_tokens=40, temperature=0)
-    open_panel(page, "Costs")
+    open_view(page, "Costs of a text")
     expect(panel.get_by_text("The text loops")).to_contain_text("␣The␣cat␣sat.")
     expect(panel.locator(".loop-meter.much")).to_be_visible()
     assert meter(panel) > 60
@@ -165,11 +181,12 @@ def test_a_text_that_goes_round_drives_the_meter_and_the_guard_repairs_it(
 def test_guesses_are_counted_and_change_nothing(page: Page) -> None:
     write(page, ROUND, max_tokens=32, temperature=0)
     plain = text(page)
-    panel = open_panel(page, "Costs")
+    panel = open_view(page, "Costs of a text")
     expect(panel.get_by_text("The last generation had no draft tokens.")).to_be_visible()
     panel.get_by_role("switch", name="Prompt lookup").check()
+    open_write(page)
     write(page, ROUND, max_tokens=32, temperature=0)
-    open_panel(page, "Costs")
+    open_view(page, "Costs of a text")
     last = branch(page)["last"]
     assert last["accepted_tokens"] > 0
     assert figure(panel, "accepted") == str(last["accepted_tokens"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from helpers.page_actions import branch, open_panel, tokens, write
+from helpers.page_actions import address_of, branch, open_panel, tokens, write
 
 PROMPT = "The old lighthouse keeper climbed the stairs every evening, and when the storm came"
 STEP = 3  # the token that is looked at
@@ -30,7 +30,7 @@ def look(page: Page, **expected: Any) -> dict[str, Any]:
     given = {"step": STEP, **expected}
     reply = branch(page)
     answer = page.request.get(
-        f"{page.url.rstrip('/')}/v1/tree/{reply['id']}/look",
+        f"{address_of(page)}/v1/tree/{reply['id']}/look",
         params={name: str(value) for name, value in given.items() if value is not None},
     )
     assert answer.ok, answer.text()
@@ -94,7 +94,7 @@ def test_the_way_and_the_lens_have_this_tokens_numbers(page: Page, inside: Locat
     assert max(displayed["lit"]) <= reply["position"] and strongest(mean) in displayed["lit"]
     assert displayed["masked"] == list(range(reply["position"] + 1, total))
     # Another panel: all is put away.
-    open_panel(page, "Step")
+    open_panel(page, "Sampling")
     expect(page.locator("#text-overlay .inside-arcs")).to_have_count(0)
     assert lit_and_masked(page) == {"lit": [], "masked": []}
     # Nothing selected: the same.

@@ -14,7 +14,7 @@ from playwright.sync_api import Locator, Page, expect
 
 import unspool
 from helpers import training_run
-from helpers.page_actions import WIDE, until
+from helpers.page_actions import WIDE, open_view, until
 from helpers.page_colors import check_looks
 from helpers.running_server import Running, running
 from unspool.server.runtime.registry import ModelEntry
@@ -44,7 +44,7 @@ def served(root: Path) -> Iterator[Running]:
 def learn(page: Page, served: Running, run: str) -> Locator:
     """The view, with this run in it."""
     page.goto(f"{served.url}/?run={run}")
-    view = page.get_by_role("region", name="Training")
+    view = page.get_by_role("region", name="Training runs")
     expect(view.locator("#lrn-run")).to_have_value(run)
     return view
 
@@ -73,8 +73,8 @@ def hand(view: Locator) -> Locator:
 
 def written(view: Locator, tokens: int = 12) -> None:
     """Have every visible checkpoint write this many tokens."""
-    view.get_by_label("Tokens", exact=True).fill(str(tokens))
-    view.get_by_label("Tokens", exact=True).press("Enter")
+    view.get_by_label("Max tokens", exact=True).fill(str(tokens))
+    view.get_by_label("Max tokens", exact=True).press("Enter")
     settled(view)
 
 
@@ -167,7 +167,7 @@ def test_dragging_along_the_curve_writes_with_the_nearest_checkpoints(
     before = columns(view)
     assert before == FILM[-len(before) :] and len(before) >= 3
     expect(column(view, 200)).to_contain_text("people at step 200")  # as the run itself wrote
-    view.get_by_label("Tokens", exact=True).fill("12")
+    view.get_by_label("Max tokens", exact=True).fill("12")
     box = hand(view).bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] - 25, box["y"] + 60)
@@ -205,7 +205,7 @@ def test_dragging_along_the_curve_writes_with_the_nearest_checkpoints(
     expect(view.get_by_role("alert")).to_contain_text("Temperature must be >= 0, got “hot”")
     expect(view.get_by_label("Temperature")).to_have_attribute("aria-invalid", "true")
     view.get_by_label("Temperature").fill("0.8")
-    view.get_by_label("Tokens", exact=True).fill("100000000000")
+    view.get_by_label("Max tokens", exact=True).fill("100000000000")
     view.locator("#lrn-write").click()
     expect(column(view, 0).get_by_role("alert")).to_contain_text("should be less than")
 
@@ -323,7 +323,7 @@ def test_without_any_run_it_says_how_to_begin(window: Any, tmp_path: Path, root:
     entry = ModelEntry("first", lambda: unspool.load(folder, memory=8 << 20), 1000)
     with running([entry], runs=tmp_path / "none", drain=0.1) as empty:
         page = window.visit(f"{empty.url}/")
-        page.get_by_role("button", name="Training", exact=True).click()
+        open_view(page, "Training runs")
         expect(page.get_by_text("There is no training run in")).to_be_visible()
         expect(page.get_by_role("button", name="Start")).to_be_visible()
         check_looks(page, "learn-empty")

@@ -8,7 +8,16 @@ from functools import partial
 import pytest
 from playwright.sync_api import Page, expect
 
-from helpers.page_actions import WIDE, adopt, open_panel, open_view, post, tokens, write
+from helpers.page_actions import (
+    WIDE,
+    adopt,
+    open_menu,
+    open_panel,
+    open_view,
+    post,
+    tokens,
+    write,
+)
 from helpers.page_colors import check_looks
 
 QUESTION = "Why do leaves change color in fall?"
@@ -18,27 +27,27 @@ def written(page: Page) -> None:
     """A text with a token open in the first panel."""
     write(page, QUESTION, mode="chat", max_tokens=30, seed=7)
     tokens(page).nth(8).click()
-    open_panel(page, "Step")
+    open_panel(page, "Sampling")
 
 
 def branches(page: Page) -> None:
     """Another branch, and the map of both."""
-    open_panel(page, "Step")
+    open_panel(page, "Sampling")
     page.locator("#side-panel .candidate:not(.picked)").first.click()
     expect(page.locator("#pause")).to_have_count(0)
-    open_panel(page, "Map")
+    open_panel(page, "Branches")
 
 
 def tokens_view(page: Page) -> None:
-    page.get_by_role("button", name="Tokens", exact=True).click()
+    open_view(page, "Tokenizer")
     page.locator("textarea").first.fill(f"{QUESTION} 🍁 12345")
 
 
 def compare_view(page: Page) -> None:
     page.locator("#prompt").fill(QUESTION)
     view = open_view(page, "Compare")
-    view.get_by_label("Tokens", exact=True).fill("30")
-    view.get_by_role("button", name="Write all").click()
+    view.get_by_label("Max tokens", exact=True).fill("30")
+    view.locator("#run").click()
     expect(view.get_by_role("button", name="Stop", exact=True)).to_have_count(0, timeout=60_000)
 
 
@@ -64,12 +73,13 @@ def unfolded(page: Page) -> None:
     open_panel(page, "Inside")
     page.get_by_role("button", name="Open all").click()
     expect(page.locator(".inside-near .chip").first).to_be_visible()
-    for name in ("Menu", "More controls"):
-        page.get_by_role("button", name=name, include_hidden=True).evaluate("(b) => b.click()")
+    page.get_by_role("button", name="More controls", include_hidden=True).evaluate(
+        "(b) => b.click()"
+    )
 
 
 def tour(page: Page) -> None:
-    page.locator("#tour").click()
+    open_menu(page, "tour")
     for number in (1, 2):  # each step does something first, and is shown when that is done
         expect(page.locator("#tour-card")).to_contain_text(f"{number} of 8", timeout=60_000)
         page.locator("#tour-next").click()
@@ -78,19 +88,38 @@ def tour(page: Page) -> None:
 
 
 def samples_view(page: Page) -> None:
-    view = open_view(page, "Compare")
-    view.get_by_role("button", name="Samples").click()
-    view.get_by_label("Tokens", exact=True).fill("12")
-    view.get_by_role("button", name="Run the example").click()
+    view = open_view(page, "Samples")
+    view.get_by_label("Max tokens", exact=True).fill("12")
+    view.locator("#run").click()
     expect(view.get_by_role("button", name="Stop", exact=True)).to_have_count(0, timeout=60_000)
+
+
+def library(page: Page) -> None:
+    for words in ("One", "Two"):
+        write(page, words, max_tokens=3, seed=1)
+    page.locator("#library-button").click()
+    expect(page.locator(".library-item")).to_have_count(2)
+    page.get_by_role("button", name="Rename or tag").first.click()
+
+
+def explain(page: Page, title: str) -> None:
+    open_view(page, title)
+    ready = "#play:enabled" if title == "One token" else ".inside-targets li, .cost-figures"
+    expect(page.locator(ready).first).to_be_visible()
 
 
 VIEWS: dict[str, Callable[[Page], object]] = {
     "first": lambda page: page.locator("#prompt").focus(),
-    "keys": lambda page: page.locator("#keys").click(),
+    "keys": partial(open_menu, item="keys"),
+    "help": partial(open_menu, item="help"),
+    "menu": lambda page: page.locator("#menu-button").click(),
     "models": models,
     "tour": tour,
-    "example": partial(open_view, name="Compare"),
+    "example": partial(open_view, title="Compare"),
+    "models-side-by-side": partial(open_view, title="Models"),
+    "sudoku": partial(open_view, title="Sudoku"),
+    "lab": partial(open_view, title="Training runs"),
+    "library": library,
     "samples": samples_view,
     "tokens": tokens_view,
     "compare": compare_view,
@@ -100,11 +129,13 @@ OF_A_TEXT: dict[str, Callable[[Page], object]] = {
     "step": written,
     "what-if": what_if,
     "inside": partial(open_panel, name="Inside"),
-    "costs": partial(open_panel, name="Costs"),
     "settings": partial(open_panel, name="Settings"),
     "map": branches,
     "text": lambda page: page.locator("#text").press("Escape"),  # on a phone the sheet is down
     "unfolded": unfolded,
+    "one-token": partial(explain, title="One token"),
+    "attention": partial(explain, title="Attention"),
+    "costs": partial(explain, title="Costs of a text"),
     "share": shared,
 }
 STRANGE = (
@@ -138,7 +169,7 @@ def strange_panel(name: str, token: int) -> Callable[[Page], None]:
 
 def strange_beside(page: Page) -> None:
     created = strange_branches(page)
-    open_panel(page, "Map")
+    open_panel(page, "Branches")
     page.get_by_label("Compare with").select_option(created[1])
     expect(page.get_by_role("region", name="Two branches side by side")).to_be_visible()
 
@@ -146,17 +177,17 @@ def strange_beside(page: Page) -> None:
 def strange_comparison(picture: str) -> Callable[[Page], None]:
     def act(page: Page) -> None:
         created = strange_branches(page)
-        open_view(page, "Compare")
+        open_view(page, picture)
         page.evaluate(
-            """async ([ids, picture]) => {
-                const { setCompare, compare } = await import("/page/code/compare/runs.js");
+            """async (ids) => {
+                const { setSamples, compare } = await import("/page/code/compare/runs.js");
                 const { ensureSteps } = await import("/page/code/actions.js");
                 for (const id of ids) await ensureSteps(id);
                 compare.columns.forEach((column, at) => Object.assign(column, { id: ids[at] }));
                 Object.assign(compare.samples, { root: ids[0], ids });
-                setCompare({ picture });
+                setSamples({});
             }""",
-            [created, picture],
+            created,
         )
         expect(page.locator(".cmp-text .t").first).to_be_attached()
 
@@ -167,10 +198,9 @@ LONG = {
     "strange-step": strange_panel("Step", 5),
     "strange-inside": strange_panel("Inside", 5),
     "strange-map": strange_panel("Map", 5),
-    "strange-costs": strange_panel("Costs", 5),
     "strange-beside": strange_beside,
-    "strange-columns": strange_comparison("settings"),
-    "strange-samples": strange_comparison("samples"),
+    "strange-columns": strange_comparison("Compare"),
+    "strange-samples": strange_comparison("Samples"),
 }
 
 
@@ -187,7 +217,7 @@ def test_all_there_is_to_a_text_is_accessible_and_fits(page: Page) -> None:
     for view, act in OF_A_TEXT.items():
         act(page)
         page.wait_for_load_state("networkidle")
-        panels = ("what-if", "inside", "costs", "settings", "map")
+        panels = ("what-if", "inside", "settings", "map")
         check_looks(page, view, "#side-panel" if view in panels else "html")
         page.set_viewport_size(WIDE)
         page.emulate_media(color_scheme="light")

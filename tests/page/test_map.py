@@ -11,7 +11,16 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from helpers import page_actions as acts
-from helpers.page_actions import branch, finished, open_panel, post, text, tokens, write
+from helpers.page_actions import (
+    address_of,
+    branch,
+    finished,
+    open_panel,
+    post,
+    text,
+    tokens,
+    write,
+)
 
 PROMPT = "The capital of Germany is"
 
@@ -39,14 +48,14 @@ def item(page: Page, identity: str) -> Locator:
 
 
 def get(page: Page, identity: str) -> dict[str, Any]:
-    result: dict[str, Any] = page.request.get(f"{page.url.rstrip('/')}/v1/tree/{identity}").json()
+    result: dict[str, Any] = page.request.get(f"{address_of(page)}/v1/tree/{identity}").json()
     return result
 
 
 def adopt(page: Page, ids: list[str], current: str) -> None:
     """Show branches that were made elsewhere as this page's own, on the map."""
     acts.adopt(page, ids, current)
-    open_panel(page, "Map")
+    open_panel(page, "Branches")
     expect(items(page)).to_have_count(len(ids))
 
 
@@ -67,7 +76,7 @@ def test_branches_leave_the_line_that_holds_their_first_tokens(page: Page) -> No
     root = branch(page)
     bonn = choose(page, 4, " not Bonn, and")
     paris = choose(page, 7, " never Paris")
-    open_panel(page, "Map")
+    open_panel(page, "Branches")
     expect(items(page)).to_have_count(3)
     for child, parent, start in ((bonn, root, 4), (paris, bonn, 7)):
         assert (child["parent"], child["forked_at"]) == (parent["id"], start)
@@ -132,9 +141,9 @@ def test_name_delete_and_undo(page: Page) -> None:
     expect(item(page, paris["id"])).to_be_focused()
     assert branch(page)["name"] == "The one with Paris"
 
-    panel.get_by_role("button", name="Undo: rename to “The one with Paris”").click()
+    page.get_by_role("button", name="Undo: rename to “The one with Paris”").click()
     expect(item(page, paris["id"])).to_contain_text("never Paris")
-    panel.get_by_role("button", name="Redo: rename to “The one with Paris”").click()
+    page.get_by_role("button", name="Redo: rename to “The one with Paris”").click()
     expect(item(page, paris["id"])).to_have_text("The one with Paris")
 
     item(page, bonn["id"]).click()
@@ -192,7 +201,8 @@ def test_settings_that_differ_are_said(page: Page) -> None:
     write(page, PROMPT, max_tokens=4, seed=1, temperature=0)
     first = branch(page)
     write(page, "Once upon a time", max_tokens=4, seed=2, temperature=1.5)
-    open_panel(page, "Map")
+    adopt(page, [first["id"]], branch(page)["id"])  # of another session
+    open_panel(page, "Branches")
     expect(page.get_by_role("tree")).to_have_count(2)
     item(page, branch(page)["id"]).focus()
     page.keyboard.press("ArrowDown")
@@ -208,7 +218,7 @@ def test_settings_that_differ_are_said(page: Page) -> None:
 
 def test_grows_while_it_is_written(page: Page) -> None:
     write(page, PROMPT, max_tokens=3, seed=1)
-    open_panel(page, "Map")
+    open_panel(page, "Branches")
     page.evaluate(
         """async () => {
             const { resumeWriting, setSpeed } = await import("/page/code/actions.js");

@@ -16,7 +16,16 @@ import pytest
 from playwright.sync_api import Error, FilePayload, Locator, Page, Route, expect
 
 import unspool
-from helpers.page_actions import branch, finished, open_panel, set_settings, text, tokens, write
+from helpers.page_actions import (
+    address_of,
+    branch,
+    finished,
+    open_panel,
+    set_settings,
+    text,
+    tokens,
+    write,
+)
 
 SAME = "all tokens are the same"
 STATE = "import('/page/code/state.js').then(({state}) => %s)"
@@ -111,8 +120,8 @@ def name_it(page: Page, name: str) -> None:
 
 def begin_anew(page: Page) -> None:
     """As on another day: the server knows nothing of what was written."""
-    for reply in page.request.get(f"{page.url}v1/tree").json()["data"]:
-        page.request.delete(f"{page.url}v1/tree/{reply['id']}")
+    for reply in page.request.get(f"{address_of(page)}/v1/tree").json()["data"]:
+        page.request.delete(f"{address_of(page)}/v1/tree/{reply['id']}")
     page.evaluate("sessionStorage.clear()")
     page.reload()
     expect(page.locator("#write")).to_be_enabled()
@@ -123,7 +132,7 @@ def begin_anew(page: Page) -> None:
 def other_candidate(page: Page, at: int) -> None:
     """Click a token, and then another one than was picked there."""
     tokens(page).nth(at).click()
-    panel = open_panel(page, "Step")
+    panel = open_panel(page, "Sampling")
     panel.get_by_role("button", name=re.compile("^Continue with (?!.*sampled)")).first.click()
     expect(tokens(page).nth(at)).to_have_class(re.compile("chosen"))
     finished(page)
@@ -193,8 +202,8 @@ def test_a_changed_file_is_shown_as_recorded(page: Page, session: dict[str, Any]
     page.get_by_role("button", name="Show the text").click()
     expect(tokens(page).nth(2)).to_have_text(evil)
     tokens(page).nth(2).click()
-    open_panel(page, "Step")
-    open_panel(page, "Map")
+    open_panel(page, "Sampling")
+    open_panel(page, "Branches")
     expect(page.locator("#go-on")).to_be_disabled()
     assert page.evaluate("window.hurt") is None
     assert page.locator("img[src=x]").count() == 0
@@ -396,7 +405,7 @@ def test_programs_with_words_of_a_person(
     dialog = share(page)
     answer = run_shell(program(dialog, "curl"))
     assert answer["text"] == reply["text"]
-    page.request.delete(f"{page.url}v1/tree/{answer['id']}")
+    page.request.delete(f"{address_of(page)}/v1/tree/{answer['id']}")
     monkeypatch.setattr(unspool, "load", lambda *_: lm)
     assert run_python(program(dialog, "Python, unspool"), capsys) == reply["text"]
     dialog.get_by_role("tab", name="Python, openai").click()

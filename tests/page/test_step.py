@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from helpers.page_actions import branch, finished, next_frames, open_panel, tokens, write
+from helpers.page_actions import (
+    address_of,
+    branch,
+    finished,
+    next_frames,
+    open_panel,
+    tokens,
+    write,
+)
 
 PROMPT = "The old sailor looked at the sea and"
 
@@ -22,7 +30,7 @@ def panel(page: Page) -> Locator:
 
 
 def request_json(page: Page, path: str, body: dict[str, Any] | None = None) -> Any:
-    address = f"{page.url.rstrip('/')}/v1/tree{path}"
+    address = f"{address_of(page)}/v1/tree{path}"
     answer = page.request.get(address) if body is None else page.request.post(address, data=body)
     assert answer.ok, answer.text()
     return answer.json()
@@ -37,7 +45,7 @@ def percent(text: str) -> float:
 def move(panel: Locator, name: str, value: float) -> None:
     """A slider, as a drag moves it."""
     what_if(panel)
-    panel.get_by_role("slider", name=name).fill(str(value))
+    panel.get_by_role("slider", name=name, exact=True).fill(str(value))
 
 
 def what_if(panel: Locator) -> Locator:
@@ -163,8 +171,8 @@ def test_a_token_of_the_prompt_says_whose_it_is(page: Page) -> None:
     expect(panel.locator(".step-story")).to_contain_text("chat template")
     page.locator("#text .t.prompt:not(.added)").first.click()
     expect(panel.locator(".step-story")).to_contain_text("Part of your prompt")
-    panel.get_by_role("button", name="Look inside").click()
-    expect(page.get_by_role("tab", name="Inside")).to_have_attribute("aria-selected", "true")
+    panel.get_by_role("button", name="Inside the model").click()
+    expect(panel.locator(".inside")).to_be_visible()
 
 
 def test_sliders_show_at_once_what_would_have_been(page: Page, panel: Locator) -> None:
@@ -249,5 +257,5 @@ def test_what_if_that_fails_is_said_in_place_and_tried_again(
 
     expect(section).to_contain_text("was 0.80")
     section.get_by_role("button", name="Reset").click()
-    expect(panel.get_by_role("slider", name="Temperature")).to_have_value("0.8")
+    expect(panel.get_by_role("slider", name="Temperature", exact=True)).to_have_value("0.8")
     expect(section.get_by_role("button", name="Reset")).to_have_count(0)

@@ -8,6 +8,7 @@ import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
 from helpers import assets
+from helpers.page_actions import open_view
 from unspool.server.dialects.tokens import open_vocabulary
 from unspool.text.tokenizer.bpe import merge_steps
 
@@ -23,7 +24,7 @@ def tokenizer(server: Any) -> Any:
 @pytest.fixture
 def view(page: Page) -> Page:
     """The page with the view open and its first text split."""
-    page.get_by_role("button", name="Tokens", exact=True).click()
+    open_view(page, "Tokenizer")
     expect(pieces(page).first).to_be_visible()
     return page
 
@@ -245,7 +246,7 @@ def test_the_examples(view, tokenizer):
     area(view).fill("Once upon a time")
     view.get_by_role("button", name="Use as prompt").click()
     expect(view.locator("#prompt")).to_have_value("Once upon a time")
-    view.get_by_role("button", name="Tokens", exact=True).click()
+    open_view(view, "Tokenizer")
     expect(area(view)).to_have_value("Once upon a time")  # and is still here
 
     typed = "half \ud83c" + "\x00\x07 zero\u200bwidth \u202eback e\u0301 مرحبا <|im_end|>"

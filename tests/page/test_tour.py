@@ -1,4 +1,4 @@
-"""The tour: eight steps that do what they say, shown once, and closed at any action."""
+"""The tour: eight steps that do what they say, started by the user, and closed at any action."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
-from helpers.page_actions import finished, start_writing, tokens
+from helpers.page_actions import finished, open_menu, start_writing, tokens
 
 TITLES = ("Ask something", "One token at a time", "Candidate tokens", "Edit any token",
           "Branches", "Look inside", "Costs", "Tokenization")  # fmt: skip
 
 
 @pytest.fixture
-def first_visit(browser: Browser) -> Iterator[BrowserContext]:
-    """A browser that has never seen the page."""
+def first_visit(browser: Browser, empty_library: None) -> Iterator[BrowserContext]:
+    """A browser without any state."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, reduced_motion="reduce")
+    context.add_init_script("localStorage.setItem('unspool.visited', 'true')")  # no example
     yield context
     context.close()
 
@@ -25,6 +26,8 @@ def first_visit(browser: Browser) -> Iterator[BrowserContext]:
 def visit(context: BrowserContext, address: str) -> tuple[Page, Locator]:
     page = context.new_page()
     page.goto(address)
+    expect(page.locator("#write")).to_be_enabled()
+    open_menu(page, "tour")
     return page, page.get_by_role("dialog", name=re.compile("|".join(TITLES)))
 
 
@@ -61,11 +64,12 @@ def test_eight_steps(first_visit: BrowserContext, address: str, size: tuple[int,
             expect(page.locator("#side-panel")).to_contain_text("in the vocabulary")
         elif number == 4:
             expect(page.locator("#text .t.chosen")).to_have_count(1)
-        elif number in (5, 6, 7):
-            tab = {5: "map", 6: "inside", 7: "costs"}[number]
-            expect(page.locator(f"#tab-{tab}")).to_have_attribute("aria-selected", "true")
+        elif number in (5, 6):
+            panel = {5: "branches", 6: "inside"}[number]
+            expect(page.locator("#side-panel")).to_have_attribute("data-panel", panel)
         else:
-            expect(page.locator("#view")).to_have_class("view-tokens")
+            view = {7: "text", 8: "tokenizer"}[number]
+            expect(page.locator(f"#view-{view}")).to_have_attribute("aria-current", "page")
         words = card.locator("[aria-live] p").last.inner_text()
         assert len(words) < 180 and words.count(". ") <= 1
         observed.append(words)
@@ -74,7 +78,7 @@ def test_eight_steps(first_visit: BrowserContext, address: str, size: tuple[int,
     expect(card).to_have_count(0)
     assert len(set(observed)) == 8 and not faults
     page.reload()
-    expect(page.locator("#write, #tokens-text").first).to_be_visible()
+    expect(page.locator("#tokens-text")).to_be_visible()
     expect(card).to_have_count(0)
 
 
@@ -90,10 +94,7 @@ def test_keys_and_focus(first_visit: BrowserContext, address: str) -> None:
     page.keyboard.press("Escape")
     expect(card).to_have_count(0)
     expect(page.locator("#prompt")).to_be_focused()
-    page.reload()
-    expect(page.locator("#write")).to_be_enabled()
-    expect(card).to_have_count(0)  # never twice by itself
-    page.get_by_role("button", name="Tour").click()  # but whenever it is asked for
+    open_menu(page, "tour")  # again
     expect(card).to_contain_text("1 of 8")
     card.get_by_role("button", name="Skip").click()
     expect(card).to_have_count(0)
@@ -115,18 +116,28 @@ def test_whoever_takes_over_ends_it(first_visit: BrowserContext, address: str) -
     finished(page)
 
 
-def test_without_a_store(first_visit: BrowserContext, address: str) -> None:
-    """Where the browser keeps nothing, once for each time the page is opened."""
-    first_visit.add_init_script(
-        "Object.defineProperty(window, 'localStorage', { get() { throw new Error('no store'); } })"
-    )
-    page, card = visit(first_visit, address)
-    expect(card).to_contain_text("1 of 8")
-    card.get_by_role("button", name="Skip").click()
-    expect(card).to_have_count(0)
-    page.get_by_role("button", name="Tokens", exact=True).click()
-    page.get_by_role("button", name="Write", exact=True).first.click()
-    expect(card).to_have_count(0)
+def test_the_tour_is_offered_and_not_started(browser: Browser, address: str, empty_library: None):
+    """On a first visit there is a text with an open token, three examples, and the tour."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    page = context.new_page()
+    page.goto(address)
+    steps = page.get_by_role("complementary", name="First steps")
+    expect(steps).to_be_visible()
+    finished(page)
+    expect(page.locator("#text .t.selected")).to_have_count(1)
+    expect(page.locator("#side-panel .candidate").first).to_be_visible()
+    examples = steps.get_by_role("group", name="Examples").get_by_role("button")
+    expect(examples).to_have_count(4)  # and the tour
+    expect(page.locator("#tour-card")).to_have_count(0)
+    first_text = page.locator("#text").get_attribute("data-branch") or ""
+    examples.nth(2).click()
+    expect(page.locator("#text")).not_to_have_attribute("data-branch", first_text)
+    finished(page)
+    expect(steps).to_have_count(0)
+    page.locator("#new").click()
+    page.get_by_role("button", name="Take the tour").click()
+    expect(page.locator("#tour-card")).to_contain_text("1 of 8")
+    context.close()
 
 
 def test_a_server_that_is_gone(first_visit: BrowserContext, address: str) -> None:

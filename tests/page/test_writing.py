@@ -7,6 +7,7 @@ import re
 from playwright.sync_api import Page, expect
 
 from helpers.page_actions import (
+    address_of,
     branch,
     finished,
     next_frames,
@@ -29,11 +30,12 @@ def test_a_prompt_and_enter_write_a_text(page: Page) -> None:
     assert text(page) == reply["text"]
     assert reply["seed"] == 7
     ending = page.locator("#ending")
-    expect(ending).to_have_text("Stopped at 12 tokens · Continue")
-    ending.get_by_role("button", name="Continue").click()
+    expect(ending).to_have_text("Stopped: max tokens reached.")
+    page.get_by_role("button", name="Continue").click()
     expect(tokens(page)).to_have_count(24)
     finished(page)
-    expect(ending).to_have_text("Stopped at 24 tokens · Continue")
+    expect(ending).to_have_text("Stopped: max tokens reached.")
+    expect(page.locator("[data-live=tokens]")).to_have_text("24 tokens")
 
     reply = reply["prompt"]["tokens"]
     added = page.locator("#text .t.prompt.added")
@@ -45,6 +47,7 @@ def test_a_prompt_and_enter_write_a_text(page: Page) -> None:
     assert page.locator("#text .t.added").count() == 0
     assert "".join(mine.all_text_contents()) == QUESTION
 
+    page.locator("#new").click()
     page.get_by_role("group", name="Mode").get_by_role("button", name="Chat").click()
     page.get_by_role("button", name="System").click()
     page.get_by_label("System message").fill("Answer in French.")
@@ -58,7 +61,7 @@ def test_a_prompt_and_enter_write_a_text(page: Page) -> None:
             [import('/page/code/settings.js'), import('/page/code/share/session.js')]
         ).then(([ours, shared]) => [ours.FIELDS, shared.DEFAULTS])"""
     )
-    request = page.request.post(f"{page.url}v1/tree", data={"prompt": "Hi"})
+    request = page.request.post(f"{address_of(page)}/v1/tree", data={"prompt": "Hi"})
     served = request.json()["settings"]
     for name, value in usual.items():
         assert served[name] == value, name
@@ -133,7 +136,7 @@ def test_tints_follow_what_is_chosen(page: Page) -> None:
     expect(tokens(page).last).not_to_have_class(re.compile("selected"))
     page.keyboard.press("Escape")
     expect(page.locator("#text .t.selected")).to_have_count(0)
-    page.keyboard.press("5")
+    page.keyboard.press("4")
     expect(page.get_by_role("heading", name="Settings")).to_be_visible()
     page.keyboard.press("?")
     expect(page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()
@@ -169,13 +172,13 @@ def test_own_words_in_a_plain_text(page: Page) -> None:
     assert branch(page)["length"] > 7
 
     write(page, QUESTION, mode="chat", max_tokens=12, seed=7)
-    open_panel(page, "Costs")
+    open_panel(page, "Branches")
     complete = text(page)
-    until(page, "sessionStorage.getItem('unspool.session')?.includes('costs')")
+    until(page, "sessionStorage.getItem('unspool.session')?.includes('branches')")
     page.reload()
     expect(tokens(page)).to_have_count(12)
     assert text(page) == complete
-    expect(page.get_by_role("tab", name="Costs")).to_have_attribute("aria-selected", "true")
+    expect(page.get_by_role("tab", name="Branches")).to_have_attribute("aria-selected", "true")
 
     write(page, "🦜🦜🦜🦜🦜🦜", max_tokens=4, temperature=0)
     mine = page.locator("#text .t.prompt")

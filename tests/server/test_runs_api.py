@@ -288,6 +288,18 @@ def test_a_run_goes_on_without_the_server_and_the_next_one_finds_it(root: Path) 
         stop(second, run)
 
 
+def test_without_torch_nothing_is_started(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form says what is missing, and no run is left behind."""
+    monkeypatch.setattr("unspool.train.routes.find_spec", lambda name: None)
+    with running([entry(root)], runs=root, drain=0.1) as result:
+        reply = result.http.get("/v1/runs").json()
+        assert not reply["may_start"] and "pip install 'unspool[train]'" in reply["why_not"]
+        before = sorted(item.name for item in root.iterdir())
+        answer = result.http.post("/v1/runs", json={"source": "sotu", "depth": 1, "minutes": 1})
+        assert answer.status_code == 403 and "PyTorch" in answer.json()["error"]["message"]
+        assert sorted(item.name for item in root.iterdir()) == before
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_who_may_start_one(root: Path) -> None:
     with running([entry(root)], runs=root, host="0.0.0.0") as open_to_all:

@@ -137,6 +137,18 @@ def test_the_cache_can_be_turned_off_to_see_what_it_saves(tree: Tree):
     assert on["last"]["reused_tokens"] > 0 and on["settings"]["cache"] is True
 
 
+def test_a_long_prompt_has_events_for_its_progress(tree: Tree):
+    long = tree.new(prompt=[7 + place % 90 for place in range(700)], max_tokens=2)
+    with tree.live(long) as answer:
+        events = [(name, data) for name, data, _ in read(answer)]
+    progress = [data for name, data in events if name == "prompt"]
+    assert progress and all(data["total"] == 700 for data in progress)
+    computed = [data["computed"] for data in progress]
+    assert computed == sorted(computed) and computed[-1] < 700
+    names = [name for name, _ in events]
+    assert max(i for i, name in enumerate(names) if name == "prompt") < names.index("step")
+
+
 def test_forks_are_independent(tree: Tree):
     branch = tree.do("resume", tree.new(max_tokens=6))
     item, two = tree.do("fork", branch, at=3, name="one"), tree.do("fork", branch)

@@ -263,6 +263,8 @@ def test_a_text_that_has_finished_is_not_interrupted_by_a_stop(small: Any) -> No
             def __init__(self) -> None:
                 self.texts = {0: SimpleNamespace(stream=stream, ended=False, reused=0)}
 
+            def watch_progress(self, report: Any) -> None: ...
+
             async def start(self) -> None:
                 await self.started(0, branch.generation)
 

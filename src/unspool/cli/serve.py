@@ -440,6 +440,7 @@ class ServerStartup:
             keep_alive=unload_after,
             adapters=AdapterFolder(adapters) if adapters is not None else None,
         )
+        registry.find_local = self._local_models
         app, state = create_app(settings, registry)
 
         def on_stopping() -> None:

@@ -116,6 +116,7 @@ ROUTE_GROUPS = (
         ("/v1/rerank", "/v2/rerank", "/rerank"), ("unspool.server.dialects.rerank:router",)
     ),
     RouteGroup(("/v1/tree",), ("unspool.server.tree.routes:router",)),
+    RouteGroup(("/v1/catalogue",), ("unspool.server.dialects.catalogue:router",)),
     RouteGroup(("/v1/diffuse",), ("unspool.server.dialects.diffuse:router",)),
     RouteGroup(("/v1/think",), ("unspool.server.dialects.think:router",)),
     RouteGroup(

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock, Thread
 from typing import IO, Annotated, Any, Literal
@@ -380,7 +381,7 @@ class ControlRequest(Strict):
 @router.get("", summary="All training runs, newest first")
 async def list_runs(request: Request) -> Response:
     state = state_of(request)
-    trainer, refusal = server_trainer(state), state.settings.refusal("trains")
+    trainer, refusal = server_trainer(state), _refusal(state)
 
     def summaries() -> list[dict[str, Any]]:
         return [summary(run, trainer.fault(run.name)) for run in trainer.runs.all()]
@@ -476,8 +477,16 @@ def _starting_json(name: str) -> dict[str, Any]:
     return {"name": name, "object": "training.run", "state": "starting"}
 
 
-def _check_may_start(state: ServerState) -> None:
+def _refusal(state: ServerState) -> str | None:
+    """Why this server starts no training, or None."""
     refusal = state.settings.refusal("trains")
+    if refusal is None and find_spec("torch") is None:
+        refusal = "training needs PyTorch: pip install 'unspool[train]', then restart the server"
+    return refusal
+
+
+def _check_may_start(state: ServerState) -> None:
+    refusal = _refusal(state)
     if refusal is not None:
         raise ApiError(403, refusal, code="training_refused")
 

@@ -39,6 +39,13 @@ export async function redo() {
   await action.redo();
 }
 
+/** Another text is shown: what can be undone belongs to the one before. */
+export function forgetHistory() {
+  undoStack.forEach((action) => action.forget?.());
+  undoStack.length = redoStack.length = 0;
+  changed("history");
+}
+
 addEventListener("pagehide", () => undoStack.forEach((action) => action.forget?.()));
 
 export const CANDIDATES = 12; // sent with each step; the step panel can request more
@@ -121,24 +128,73 @@ export function promptBody(words) {
   return { messages: system ? [{ role: "system", content: system }, ...messages] : messages };
 }
 
+/** The user's words in the prompt of a text: the last message of a chat, or the whole prompt. */
+export function promptWords(branch) {
+  const { messages, text = "" } = branch?.prompt ?? {};
+  return messages ? messages.findLast(({ role }) => role === "user")?.content ?? "" : text;
+}
+
 /** Start a new text from the prompt in the composer. */
 export async function writePrompt() {
-  await pauseWriting();
   const words = state.draft;
   if (!words.trim() && state.mode === "chat") return;
+  await writeFrom(promptBody(words));
+}
+
+/** Start again from the prompt of the current text, with the model in use. */
+export async function rewritePrompt() {
+  const { messages, text } = currentBranch().prompt;
+  await writeFrom(messages ? { messages } : { prompt: text });
+}
+
+async function writeFrom(prompt) {
+  await pauseWriting();
   await attempt(async () => {
     const settings = { ...requestSettings(), seed: state.settings.seed ?? null };
-    const created = await api.post("/v1/tree", {
-      model: state.model, top: CANDIDATES, ...settings, ...promptBody(words),
-    });
+    const body = { model: state.model, top: CANDIDATES, ...settings, ...prompt };
+    const created = await createInSession(body);
     const before = state.current;
     const branch = adopt(created);
+    state.draft = "";
+    changed("draft");
     setCurrent(branch.id);
     pushUndo({
       label: "write", undo: () => jump(before), redo: () => jump(branch.id),
     });
     await streamInto(branch);
   });
+}
+
+/** Create a branch in the session that is open, or else in a new one. */
+async function createInSession(body) {
+  const isNew = state.session === null;
+  if (isNew) state.session = (await api.post("/v1/tree/sessions")).id;
+  try {
+    return await api.post("/v1/tree", { ...body, session: state.session });
+  } catch (error) {
+    if (isNew) api.delete(`/v1/tree/sessions/${state.session}`).catch(() => {}); // it would be empty
+    if (isNew || error.code === "session_not_found") state.session = null;
+    if (isNew || error.code !== "session_not_found") throw error;
+    return createInSession(body); // it was deleted elsewhere
+  }
+}
+
+/** Show an empty page for a new text; the current one stays in the library. */
+export async function newText() {
+  await pauseWriting();
+  openView("write");
+  forgetHistory();
+  for (const [id, branch] of state.branches) if (branch.session) state.branches.delete(id);
+  state.session = null;
+  state.isFirstVisit = false;
+  setCurrent(null);
+  changed("branches", "session");
+  requestAnimationFrame(() => document.getElementById("prompt")?.focus());
+}
+
+export function toggleLibrary(isOpen = !state.library) {
+  state.library = isOpen;
+  changed("library");
 }
 
 /** Resume the current branch, for `n` tokens or the default number. */
@@ -225,8 +281,13 @@ export async function chooseToken(position, { token, text }) {
   await attempt(async () => {
     const at = position - promptLength(branch);
     const what = text === undefined ? { token } : { text };
-    const forked = await api.post(`/v1/tree/${branch.id}/choose`, { at, ...what });
-    const fork = adopt(forked);
+    const rest = restOfTurn(branch, at); // read before `choose`: a lost branch gets another id
+    const fork = adopt(await api.post(`/v1/tree/${branch.id}/choose`, { at, ...what }));
+    if (rest.length) {
+      const moved = fork.steps.length - at - 1;
+      adopt(await api.post(`/v1/tree/${fork.id}/append`, { tokens: rest }));
+      fork.added = new Set([...branch.added ?? []].filter((index) => index !== at).map((index) => (index > at ? index + moved : index)));
+    }
     fork.isFromChoice = true;
     setCurrent(fork.id, position);
     const words = fork.steps.slice(at).map((step) => step.piece).join("");
@@ -237,6 +298,18 @@ export async function chooseToken(position, { token, text }) {
     });
     await streamInto(fork);
   });
+}
+
+const SPECIAL = /^<\|.*\|>$|^<\/?s>$|^<[a-z_]+>$/;
+
+/** The tokens after a step in a turn of the user, up to the start of the model's; none if the step is not in such a turn. */
+function restOfTurn(branch, at) {
+  if (!branch.prompt?.messages || !branch.steps[at]?.chosen) return [];
+  const end = branch.steps.findIndex((step, index) => index > at && !step.chosen);
+  const rest = branch.steps.slice(at + 1, end < 0 ? undefined : end);
+  // The template ends the turn: without that, the token was chosen in a turn of the model.
+  const isTurn = rest.some((step, number) => branch.added?.has(at + 1 + number) || SPECIAL.test(step.piece));
+  return isTurn ? rest.map(({ token }) => token) : [];
 }
 
 export const shorten = (words) => (words.length > 24 ? `${words.slice(0, 23)}…` : words).trim();
@@ -273,6 +346,7 @@ async function streamInto(branch, n = null) {
     const isPaused = branch.finish_reason === "interrupted" && wrote < most;
     branch.remaining = isPaused && n === null ? most - wrote : null;
     branch.writing = false;
+    branch.progress = null;
     state.writing = null;
     over();
     changed("writing", "branches", "steps");
@@ -289,9 +363,11 @@ export function applyEvent(event, data) {
   if (!branch) return;
   if (event === "step") {
     branch.steps[data.index] = data;
+    branch.progress = null;
     branch.length = branch.steps.length;
     branch.isLoaded = true;
   } else if (event === "error") branch.error = data.error;
+  else if (event === "prompt") branch.progress = data;
   else if ("to" in data) {
     branch.retracted.push({ at: data.to, steps: branch.steps.splice(data.to), verb: event });
     branch.length = data.to;
@@ -355,6 +431,7 @@ export function setCurrent(id, selected = null) {
 
 /** Make another branch the current one, with its steps loaded. */
 export async function jump(id, selected = null) {
+  id = state.renamed.get(id) ?? id;
   if (id !== state.current) await pauseWriting();
   if (!state.branches.has(id)) {
     setCurrent(null);

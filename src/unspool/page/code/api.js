@@ -27,6 +27,8 @@ function storedKey() {
 
 export const api = {
   key: storedKey(),
+  /** Called with the id of a branch that the server does not have; returns its new id, or null. */
+  recover: async () => null,
 
   /** Use an API key from now on; stored until the tab is closed. */
   useKey(key) {
@@ -112,7 +114,9 @@ async function requestJson(method, path, body, { signal } = {}) {
   });
 }
 
-async function sendRequest(method, path, body, signal) {
+const LOST = new Set(["branch_not_found", "branch_evicted"]);
+
+async function sendRequest(method, path, body, signal, isRetry = false) {
   const headers = {};
   if (body !== undefined) headers["content-type"] = "application/json";
   if (api.key) headers.authorization = `Bearer ${api.key}`;
@@ -126,7 +130,13 @@ async function sendRequest(method, path, body, signal) {
     throw new ApiError(0, NO_ANSWER);
   }
   if (answer.ok) return answer;
-  throw errorFrom(answer.status, await answer.json().catch(() => null));
+  const error = errorFrom(answer.status, await answer.json().catch(() => null));
+  if (answer.status === 404 && method !== "DELETE" && LOST.has(error.code) && !isRetry) {
+    const [, id, rest] = path.match(/^\/v1\/tree\/([^/?]+)(.*)$/) ?? [];
+    const now = id && await api.recover(id);
+    if (now) return sendRequest(method, `/v1/tree/${now}${rest}`, body, signal, true);
+  }
+  throw error;
 }
 
 const wellFormed = (_, value) => (typeof value === "string" ? value.toWellFormed() : value);

@@ -2,7 +2,7 @@
 
 import { connect } from "./actions.js";
 import { ApiError } from "./api.js";
-import { on } from "./state.js";
+import { on, state } from "./state.js";
 import { useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState } from "./vendor/hooks.js";
 import htm from "./vendor/htm.js";
 import { createElement, render } from "./vendor/preact.js";
@@ -287,6 +287,8 @@ export function colorOf(name) {
 
 // -- requests that follow typing: debounced, and outdated answers are dropped -------------------
 
+const RETRY_MS = 1000;
+
 /**
  * Call `ask` `wait` milliseconds after `keys` last changed. Returns `{answer, fault, fresh, again}`: the last answer
  * stays until the next one arrives (then `fresh` is true again); `again()` repeats the request. `ask` null: no request.
@@ -298,6 +300,12 @@ export function useRequest(ask, wait, keys) {
   useEffect(() => {
     if (!ask) return undefined;
     const overtaken = new AbortController();
+    let leave = null;
+    const retryWhenBack = async () => {
+      const again = () => setTimeout(() => overtaken.signal.aborted || setTurn((n) => n + 1), RETRY_MS);
+      if (await connect()) again();
+      else leave = on("server", () => state.server.ready && again());
+    };
     const timer = setTimeout(async () => {
       try {
         const answer = await ask(overtaken.signal);
@@ -306,11 +314,13 @@ export function useRequest(ask, wait, keys) {
         if (overtaken.signal.aborted) return;
         if (!(error instanceof ApiError)) throw error;
         setResponse((before) => ({ ...before, fault: error, question }));
-        if (error.isOffline || error.status === 401) connect(); // shows that the server is away, or asks for a key
+        if (error.status === 401) connect(); // asks for a key
+        if (error.isOffline) retryWhenBack();
       }
     }, wait);
     return () => {
       clearTimeout(timer);
+      leave?.();
       overtaken.abort();
     };
   }, [question, ask === null]);

@@ -1,72 +1,101 @@
 // The shell of the page: header, views, keyboard shortcuts, and what survives a reload of the tab.
 
 import {
-  closeSheet, connect, ensureSteps, jump, openView, pauseWriting, redo, resumeWriting, selectToken, showPanel,
-  stopWriting, undo, writeOneToken,
+  closeSheet, connect, newText, openView, pauseWriting, redo, resumeWriting, selectToken, showPanel, stopWriting,
+  toggleLibrary, undo, writeOneToken,
 } from "./actions.js";
 import { api } from "./api.js";
-import { Fold, html, Lazy, listenForDrops, render, storage, useChanges, useEffect, useRef, useState } from "./lib.js";
-import { restoreModel, shortName } from "./models.js";
-import { adopt, changed, currentBranch, on, state } from "./state.js";
-import { PANELS, VIEWS } from "./views.js";
+import { rebuildOnLoss, saveSessionOnChanges } from "./library/sessions.js";
+import { html, Lazy, listenForDrops, render, storage, useChanges, useEffect, useRef, useState } from "./lib.js";
+import { ModelNotice, restoreModel, shortName } from "./models.js";
+import { followAddress, hrefOf, restoreTab, saveTabOnChanges } from "./navigation.js";
+import { changed, currentBranch, state } from "./state.js";
+import { PANELS, PLACES, viewNamed, viewsOf } from "./views.js";
 import { clearSpan, selectSpan } from "./write/edits.js";
 import { WriteView } from "./write/view.js";
 
 function App() {
   useChanges("view");
-  const [dialog, setDialog] = useState(null); // "share", "keys" or "models"
+  const [dialog, setDialog] = useState(null); // "share", "keys", "help" or "models"
   const close = () => setDialog(null);
   useEffect(() => listenForKeys(() => setDialog("keys")), []);
   useEffect(() => listenForDrops(() => setDialog("share")), []);
-  const view = VIEWS.find(({ name }) => name === state.view);
+  const view = viewNamed(state.view);
+  const views = viewsOf(view.place);
   return html`
-    <a class="skip" href="#view">Skip to the text</a>
-    <${Header} openDialog=${setDialog} />
+    ${view.name === "write" ? html`<a class="skip" href="#prompt" onClick=${focusPrompt}>Skip to the prompt</a>`
+      : html`<a class="skip" href="#view">Skip to the content</a>`}
+    <${Header} openDialog=${setDialog} place=${view.place} />
     <${ServerNotice} />
-    <main id="view" class=${`view-${state.view}`} tabindex="-1">
-      ${state.view === "write" ? html`<${WriteView} />`
-        : html`<${Lazy} key=${view.file} file=${view.file} name=${view.component} />`}
+    <${ModelNotice} />
+    <main id="view" class=${`place-${view.place} view-${view.name}`} tabindex="-1">
+      ${views.length > 1 && html`<${ViewTabs} views=${views} now=${view} />`}
+      ${view.name === "write" ? html`<${WriteView} />`
+        : html`<${Lazy} key=${view.component} file=${view.file} name=${view.component} ...${view.props} />`}
     </main>
     ${dialog === "share" && html`<${Lazy} file="./share/dialog.js" name="ShareDialog" close=${close} />`}
-    ${dialog === "models" && html`<${Lazy} file="./models.js" name="ModelDialog" close=${close} />`}
+    ${dialog === "models" && html`<${Lazy} file="./model_dialog.js" name="ModelDialog" close=${close} />`}
     ${dialog === "keys" && html`<${KeysDialog} close=${close} />`}
+    ${dialog === "help" && html`<${HelpDialog} close=${close} />`}
     <${Lazy} file="./tour.js" name="Tour" quiet />`;
 }
 
-function Header({ openDialog }) {
-  useChanges("view");
-  return html`<${Fold} as="header" class="head" name="Menu">
+/** A link to a view; a plain click shows it without loading the page again. */
+function ViewLink({ view, children, ...attributes }) {
+  useChanges("current");
+  const open = (event) => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
+    event.preventDefault();
+    openView(view);
+  };
+  return html`<a href=${hrefOf(view)} onClick=${open} ...${attributes}>${children}</a>`;
+}
+
+const lastViews = {}; // place -> the view of it that was shown last
+
+function Header({ openDialog, place }) {
+  lastViews[place] = state.view;
+  return html`<header class="head">
     <h1><a href="/" aria-label="Unspool"><img src="/page/icon.svg" alt="" width="26" height="26" /> <span>Unspool</span></a></h1>
-    <nav class="segments" aria-label="Views">
-      ${VIEWS.map(({ name, title }) => html`<button aria-pressed=${state.view === name}
-        id=${`view-${name}`} onClick=${() => openView(name)}>${title}</button>`)}
+    <nav class="places" aria-label="Places">
+      ${PLACES.map(({ name, title }) => html`<${ViewLink} key=${name} id=${`place-${name}`} view=${lastViews[name] ?? viewsOf(name)[0].name}
+        aria-current=${place === name ? "page" : null}>${title}<//>`)}
     </nav>
     <span class="grow"></span>
     <${ModelChoice} pick=${() => openDialog("models")} />
-    <button class="button plain folds" id="share" onClick=${() => openDialog("share")}>Share</button>
-    <button class="button plain folds" id="tour" onClick=${startTour}>Tour</button>
-    <button class="button plain folds" id="keys" onClick=${() => openDialog("keys")} aria-label="Keyboard shortcuts"
-      title="Keyboard shortcuts (?)">?</button>
-    <${ThemeChoice} />
-  <//>`;
+    <button class="button plain" id="share" onClick=${() => openDialog("share")}>Share</button>
+    <${Menu} openDialog=${openDialog} />
+  </header>`;
+}
+
+/** The views of a place. */
+function ViewTabs({ views, now }) {
+  return html`<nav class="views" aria-label="Views">${views.map(({ name, title }) => html`<${ViewLink} key=${name} view=${name}
+    id=${`view-${name}`} aria-current=${name === now.name ? "page" : null}>${title}<//>`)}</nav>`;
+}
+
+function focusPrompt(event) {
+  event.preventDefault(); // keep the address
+  document.getElementById("prompt").focus();
 }
 
 async function startTour() {
   (await import("./tour.js")).startTour();
 }
 
-/** The name of the model in use; a click lists the others on this machine. */
+/** The name of the model in use; a click lists the others. */
 function ModelChoice({ pick }) {
   useChanges("models");
   const id = state.loading?.id ?? state.model;
-  return html`<button class="button plain small model-name folds" id="model" onClick=${pick} aria-haspopup="dialog"
-    title="The model in use; click to choose another">${id && html`<span class="visually-hidden">Model: </span>`}<span>${
+  return html`<button class="button plain small model-name" id="model" onClick=${pick} aria-haspopup="dialog"
+    title="The model in use; click to choose or download another">${id && html`<span class="visually-hidden">Model: </span>`}<span>${
       shortName(id)}</span>${state.loading && html` <span class="quiet">loading …</span>`}</button>`;
 }
 
-const THEMES = { system: "System", light: "Light", dark: "Dark" };
+const THEMES = { system: "System theme", light: "Light theme", dark: "Dark theme" };
 
-function ThemeChoice() {
+function Menu({ openDialog }) {
+  const menu = useRef();
   const [theme, setTheme] = useState(storage.get("theme", "system"));
   useEffect(() => {
     if (theme === "system") delete document.documentElement.dataset.theme;
@@ -74,10 +103,20 @@ function ThemeChoice() {
     storage.set("theme", theme);
     changed("theme", "layout");
   }, [theme]);
-  return html`<label class="folds"><span class="visually-hidden">Theme</span>
-    <select class="field" id="theme" value=${theme} onChange=${(event) => setTheme(event.target.value)}>
-      ${Object.entries(THEMES).map(([value, name]) => html`<option value=${value}>${name}</option>`)}
-    </select></label>`;
+  const item = (id, title, action) => html`<button class="button plain" id=${id} type="button" onClick=${() => {
+    menu.current.hidePopover();
+    action();
+  }}>${title}</button>`;
+  return html`<button class="button plain" id="menu-button" popovertarget="menu" aria-label="Menu" title="Menu">☰</button>
+    <div class="panel menu" id="menu" popover ref=${menu}>
+      <label><span class="visually-hidden">Theme</span>
+        <select class="field" id="theme" value=${theme} onChange=${(event) => setTheme(event.target.value)}>
+          ${Object.entries(THEMES).map(([value, name]) => html`<option value=${value}>${name}</option>`)}
+        </select></label>
+      ${item("keys", "Keyboard shortcuts", () => openDialog("keys"))}
+      ${item("tour", "Tour", startTour)}
+      ${item("help", "Help", () => openDialog("help"))}
+    </div>`;
 }
 
 /** Shown while the server does not answer, or requires an API key. */
@@ -112,7 +151,9 @@ const KEYS = [
   ["← →", "in the text: previous or next token; ↑ ↓ previous or next line"],
   ["Shift+← →", "in the text: select a span; r rewrites the span, or the selected token"],
   ["Ctrl+Z", "undo; with Shift: redo"],
-  [`1 – ${PANELS.length}`, `panels: ${PANELS.map(({ name }) => name).join(", ")}`],
+  [`1 – ${PANELS.length}`, `panels: ${PANELS.map(({ title }) => title).join(", ")}`],
+  ["l", "open or close the library"],
+  ["n", "new text"],
   ["/", "focus the prompt"],
   ["Escape", "leave a field, clear the selection, close the panel"],
   ["?", "this list"],
@@ -134,8 +175,10 @@ function listenForKeys(showHelp) {
 
 /** Move the focus out of a field, so that shortcuts work again. */
 function leaveField({ target }) {
-  if (target.closest(".composer, .reply")) document.getElementById("text")?.focus({ preventScroll: true });
-  else if (inField(target) && target.closest(".side")) closeSheet();
+  if (target.closest(".composer")) {
+    const text = document.getElementById("text");
+    (text?.offsetParent ? text : document.getElementById("view")).focus({ preventScroll: true }); // an empty text is hidden
+  } else if (inField(target) && target.closest(".side")) closeSheet();
 }
 
 const inField = (target) => target.closest?.("input:not([type=range]):not([type=checkbox]), textarea, select, [contenteditable]");
@@ -143,11 +186,11 @@ const inField = (target) => target.closest?.("input:not([type=range]):not([type=
 /** Run the shortcut of a key; false if it has none here. */
 function handleKey(event, showHelp) {
   const onControl = event.target.closest?.("button, a, summary, input, [role=treeitem], [role=gridcell], [role=option]");
-  const { showsText = false } = VIEWS.find(({ name }) => name === state.view);
+  const { showsText = false } = viewNamed(state.view);
   const panel = PANELS[event.key - 1];
   if (event.key === "?") showHelp();
   else if (event.key === "Escape" && showsText) return clearSelection();
-  else if (state.view !== "write") return false;
+  else if (!document.getElementById("text")) return false; // no text to act on
   else if (event.key === " " && !onControl) {
     if (state.writing) pauseWriting();
     else if (state.speed === 0) writeOneToken();
@@ -156,6 +199,8 @@ function handleKey(event, showHelp) {
   else if (event.key === "s") stopWriting();
   else if (event.key === "r") rewriteSelection();
   else if (event.key === "/") document.getElementById("prompt")?.focus();
+  else if (event.key === "n") newText();
+  else if (event.key === "l") toggleLibrary();
   else if (panel && !onControl?.matches("input")) showPanel(panel.name);
   else return false;
   return true;
@@ -180,77 +225,33 @@ function clearSelection() {
   return true;
 }
 
-function KeysDialog({ close }) {
+function Dialog({ name, title, close, children }) {
   const dialog = useRef();
   useEffect(() => dialog.current.showModal(), []);
-  return html`<dialog ref=${dialog} class="dialog" aria-labelledby="keys-title" onClose=${close}>
-    <h2 id="keys-title">Keyboard shortcuts</h2>
-    <table class="keys"><tbody>${KEYS.map(([key, what]) => html`<tr><th scope="row"><kbd>${key}</kbd></th><td>${what}</td></tr>`)}</tbody></table>
+  return html`<dialog ref=${dialog} class="dialog" aria-labelledby=${`${name}-title`} onClose=${close}>
+    <h2 id=${`${name}-title`}>${title}</h2>
+    ${children}
     <form method="dialog"><button class="button">Close</button></form>
   </dialog>`;
 }
 
-// -- what survives a reload of the tab ----------------------------------------------------------
+const KeysDialog = ({ close }) => html`<${Dialog} name="keys" title="Keyboard shortcuts" close=${close}>
+  <table class="keys"><tbody>${KEYS.map(([key, what]) => html`<tr><th scope="row"><kbd>${key}</kbd></th><td>${what}</td></tr>`)}</tbody></table><//>`;
 
-const STORAGE_KEY = "unspool.session";
-const SAVED_FIELDS = ["mode", "draft", "system", "settings", "current", "tint", "speed", "panel", "view"];
-
-/** Save the branches of this tab and its state in the session storage, whenever they change. */
-function saveTabOnChanges() {
-  let timer = 0;
-  const saveNow = () => {
-    const branches = [...state.branches.values()].filter((branch) => !branch.recorded);
-    const saved = Object.fromEntries(SAVED_FIELDS.map((name) => [name, state[name]]));
-    saved.branches = branches.map(({ id, runs }) => [id, runs]);
-    try {
-      sessionStorage.setItem(STORAGE_KEY, JSON.stringify(saved));
-    } catch {
-      /* no storage: a reload starts with an empty page */
-    }
-  };
-  addEventListener("pagehide", saveNow); // for changes of the last 300 ms
-  for (const topic of [...SAVED_FIELDS, "branches"]) {
-    on(topic, () => {
-      clearTimeout(timer);
-      timer = setTimeout(saveNow, 300);
-    });
-  }
-}
-
-/** Restore what was saved; false if nothing was. */
-async function restoreTab() {
-  let saved = null;
-  try {
-    saved = JSON.parse(sessionStorage.getItem(STORAGE_KEY));
-  } catch {
-    /* not readable */
-  }
-  if (!saved || state.branches.size) return Boolean(saved);
-  const { branches = [], current } = saved;
-  for (const name of SAVED_FIELDS) if (name in saved && name !== "current") state[name] = saved[name];
-  if (!VIEWS.some(({ name }) => name === state.view)) state.view = "write";
-  changed(...SAVED_FIELDS, "branches");
-  if (!branches.length) return true;
-  const { data } = await api.get("/v1/tree").catch(() => ({ data: [] }));
-  const onServer = new Map(data.map((branch) => [branch.id, branch]));
-  for (const [id, runs] of branches) {
-    if (onServer.has(id)) adopt(onServer.get(id)).runs = runs;
-  }
-  if (state.branches.has(current)) {
-    await ensureSteps(current).catch(() => {});
-    await jump(current);
-  }
-  return true;
-}
+const HelpDialog = ({ close }) => html`<${Dialog} name="help" title="Help" close=${close}>
+  <table class="keys"><tbody>${PLACES.map(({ title, about }) => html`<tr><th scope="row"><b>${title}</b></th><td>${about}</td></tr>`)}</tbody></table>
+  <p>Point at a token to see the candidates and how one was sampled. Click another candidate to continue from there. Every
+    text is kept in the library.</p>
+  <p>The page uses only the server's HTTP API: <a href="/docs">its reference</a>.</p><//>`;
 
 async function restorePage() {
-  const isRestored = await restoreTab();
-  const query = new URLSearchParams(location.search);
-  const requested = VIEWS.find((view) => query.has(view.query));
-  if (!isRestored && requested) openView(requested.name);
+  await restoreTab();
   await restoreModel();
 }
 
 saveTabOnChanges();
+saveSessionOnChanges();
+rebuildOnLoss();
+followAddress();
 render(html`<${App} />`, document.getElementById("app"));
 if (await connect()) await restorePage();

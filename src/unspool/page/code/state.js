@@ -10,10 +10,11 @@ export const state = {
   model: null,
   loading: null, // {id, since}: the model that is being loaded
   mode: "chat",
-  draft: "", // the prompt in the composer
+  draft: "", // what is typed in the composer: a prompt, or the next words of the text
   system: null, // the system message of a chat; null: the template's default
   settings: {}, // settings that differ from the server's defaults
   branches: new Map(),
+  renamed: new Map(), // old id -> new id, of branches that were created again after the server lost them
   removed: new Map(), // deleted on the page; the server deletes them when that cannot be undone any more
   current: null,
   selected: null, // a token position, prompt included
@@ -24,9 +25,12 @@ export const state = {
   writing: null,
   tint: "probability",
   speed: null, // tokens a second; null: no limit; 0: one token per key press
-  panel: "step",
+  panel: "step", // a name of PANELS
   sheet: false, // on a narrow screen: whether the side panel is open
-  view: "write",
+  view: "write", // a name of VIEWS
+  session: null, // the id of the session that is open: a text with its branches
+  isFirstVisit: false, // the text is the example of a first visit
+  library: false, // whether the drawer with all sessions is open
   fault: null,
 };
 

@@ -1,6 +1,7 @@
 // A text token by token, as views of several texts show it, with its statistics and the candidates of a token.
 
-import { jump, openView } from "./actions.js";
+import { attempt, jump, openView } from "./actions.js";
+import { keepBranch } from "./library/sessions.js";
 import {
   clamp, html, isBlank, isWord, percent, Piece, useChanges, useEffect, useLayoutEffect, useRef, useState,
   visibleText,
@@ -106,6 +107,7 @@ const MAX_CANDIDATES = 8;
 
 /** Open a branch in the Write view, with the token `at` selected. */
 export async function openInWrite(id, at = null) {
+  await attempt(() => keepBranch(id));
   const branch = state.branches.get(id);
   await jump(id, at === null ? null : promptLength(branch) + at);
   openView("write");

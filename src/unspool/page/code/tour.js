@@ -1,9 +1,9 @@
-// The tour, shown once: a card beside an element, while the page does what the card says.
+// The tour: a card beside an element, while the page does what the card says.
 
 import {
-  chooseToken, clearFault, connect, jump, openView, selectToken, setSpeed, showPanel, writePrompt,
+  chooseToken, clearFault, connect, jump, newText, openView, selectToken, setSpeed, showPanel, writePrompt,
 } from "./actions.js";
-import { html, reducedMotion, storage, useChanges, useEffect, useLayoutEffect, useRef, useState } from "./lib.js";
+import { html, reducedMotion, useChanges, useEffect, useLayoutEffect, useRef, useState } from "./lib.js";
 import { changed, currentBranch, on, promptLength, state } from "./state.js";
 
 const QUESTION = "Why do leaves change color in fall?";
@@ -19,7 +19,9 @@ const STEPS = [
     target: ".composer",
     async act(tour) {
       showWriteView();
-      if (!tour.root) await typeDraft(QUESTION, tour);
+      if (tour.root) return;
+      await newText();
+      await typeDraft(QUESTION, tour);
     },
   },
   {
@@ -72,7 +74,7 @@ const STEPS = [
     target: "#side-panel",
     act() {
       showWriteView();
-      showPanel("map");
+      showPanel("branches");
     },
   },
   {
@@ -90,10 +92,9 @@ const STEPS = [
   {
     title: "Costs",
     says: "Each token takes about the same time, because keys and values of earlier tokens are cached. Turn the KV cache off to compare.",
-    target: "#side-panel",
+    target: ".costs",
     act() {
-      showWriteView();
-      showPanel("costs");
+      openView("text");
     },
   },
   {
@@ -101,7 +102,7 @@ const STEPS = [
     says: "The tokenizer splits any text into tokens of a fixed vocabulary; the model sees only their ids. Now it is your turn.",
     target: ".tk-list",
     act() {
-      openView("tokens");
+      openView("tokenizer");
     },
   },
 ];
@@ -184,13 +185,10 @@ function clipBox(box, { top, bottom }) {
 // -- the tour -----------------------------------------------------------------------------------
 
 let tour = null; // the running tour
-let wasShown = false; // without local storage: shown once per page load
 
 /** Start, or start again. */
 export function startTour() {
   endTour();
-  wasShown = true;
-  storage.set("tour", true);
   tour = { at: 0, isOver: false, isActing: false, settings: { ...state.settings }, speed: state.speed };
   state.settings = { ...TOUR_SETTINGS };
   setSpeed(TOUR_SPEED);
@@ -238,15 +236,6 @@ async function waitForElement(target) {
 
 export function Tour() {
   useChanges("tour", "server", "fault");
-  useEffect(() => {
-    const begin = () => {
-      const isNew = !wasShown && !storage.get("tour") && !state.branches.size && !state.draft;
-      if (state.server.ready && isNew && !tour) startTour();
-    };
-    const leave = on("server", begin);
-    begin();
-    return leave;
-  }, []);
   return tour && html`<${Card} key="card" tour=${tour} />`;
 }
 

@@ -190,6 +190,7 @@ class ModelRegistry:
         self._adapters = adapters
         self.find: Callable[[str], ModelEntry | None] = lambda _: None
         self.on_loaded: Callable[[Session], None] = lambda _: None  # called on a thread
+        self.find_local: Callable[[], list[ModelEntry]] = list  # the models on this machine
         self.loaded: dict[str, ServedModel] = {}
         self.created = int(time.time())
         self._tickets: list[_Ticket] = []  # those of requests that already hold a model first

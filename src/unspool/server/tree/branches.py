@@ -134,6 +134,7 @@ class Cursor:
     cuts: int = 0
     state: int = -1
     ends: int = 0
+    progress: tuple[int, int] | None = None  # that was sent
 
 
 class BranchWriter(Protocol):
@@ -181,6 +182,7 @@ class TreeBranch:
     fault: ApiError | None = None  # error that ended the last resume
     last: dict[str, Any] | None = None  # statistics of the last resume
     writing: BranchWriter | None = None
+    prompt_progress: tuple[int, int] | None = None  # tokens computed and their total; a long prompt
     deleted: float | None = None  # when it was deleted
     cuts: list[tuple[int, str]] = field(default_factory=list)  # (steps that stayed, verb)
     state: int = 0  # grows when anything but the steps changes
@@ -356,6 +358,7 @@ class TreeBranch:
     def ended(self, reason: str, fault: ApiError | None) -> None:
         """Record the end of a resume."""
         self.writing, self.finish_reason, self.fault = None, reason, fault
+        self.prompt_progress = None
         self.ends += 1
         self.touch()
         self.wake()

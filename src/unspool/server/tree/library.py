@@ -202,17 +202,18 @@ class Branches:
         *,
         name: str | None,
         bookmarks: tuple[Bookmark, ...],
+        session: str | None,
     ) -> None:
         updated = time.time()
 
         def apply() -> None:
-            branch.name, branch.bookmarks = name, bookmarks
+            branch.name, branch.bookmarks, branch.session = name, bookmarks, session
             branch.changed()
             branch.updated = updated
 
         job = None
         if self.storage is not None:
-            job = self.storage.labels(branch, name, bookmarks, updated)
+            job = self.storage.labels(branch, name, bookmarks, session, updated)
         await self.write(job, apply)
 
     async def set_settings(

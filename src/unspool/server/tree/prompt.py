@@ -94,10 +94,11 @@ class BookmarkItem(Strict):
 
 
 class BranchUpdate(Strict):
-    """A new name or new bookmarks, or a new pace for the running resume."""
+    """A new name, session or bookmarks, or a new pace for the running resume."""
 
     name: Name | None = None
     bookmarks: list[BookmarkItem] | None = Field(None, max_length=1000)
+    session: str | None = Field(None, max_length=200, description="move the branch to this session")
     pace: Pace | None = Field(None, description="most tokens a second; null: no limit")
 
 

@@ -74,12 +74,13 @@ async def get(
 async def update(identity: str, body: BranchUpdate, request: Request) -> Response:
     branches = branches_of(request)
     branch = await branches.open(identity)
-    if body.model_fields_set & {"name", "bookmarks"}:
+    if body.model_fields_set & {"name", "bookmarks", "session"}:
         marks = branch.bookmarks
         if body.bookmarks is not None:
             marks = tuple(Bookmark(mark.at, mark.label) for mark in body.bookmarks)
         name = body.name if "name" in body.model_fields_set else branch.name
-        await branches.store.update(branch, name=name, bookmarks=marks)
+        session = branch.session if body.session is None else branches.session(body.session).id
+        await branches.store.update(branch, name=name, bookmarks=marks, session=session)
     if "pace" in body.model_fields_set and branch.writing is not None:
         branch.writing.set_pace(body.pace)
     return await reply(branch, None)

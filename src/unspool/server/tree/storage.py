@@ -283,9 +283,10 @@ class TreeStorage:
         branch: TreeBranch,
         name: str | None,
         bookmarks: Sequence[Bookmark],
+        session: str | None,
         updated: float,
     ) -> Job:
-        row = {"name": name, "bookmarks": _bookmarks_json(bookmarks)}
+        row = {"name": name, "bookmarks": _bookmarks_json(bookmarks), "session": session}
 
         def job(db: Connection) -> None:
             db.update("branches", branch.id, row | _changed_state(db, branch, updated=updated))

@@ -48,6 +48,7 @@ from unspool.text.tokenizer.stream import TextStream
 
 _POLL_SECONDS = 1.0  # how soon an idle watcher notices that the server stops
 _STEPS_PER_PIECE = 32  # of a response
+_LONG_PROMPT = 256  # tokens to compute, from which on there is an event for their progress
 
 
 @dataclass(eq=False)
@@ -106,6 +107,7 @@ class BranchWriting:
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         texts.started = self._started
+        texts.watch_progress(self._report_prompt)
 
     async def __aenter__(self) -> BranchWriting:
         """Start. If this raises, nothing has changed."""
@@ -149,6 +151,14 @@ class BranchWriting:
             while branch.writing is self:
                 news.clear()
                 await news.wait()
+
+    def _report_prompt(self, number: int, computed: int) -> None:
+        """Called as the text so far is computed, before the first new token."""
+        branch, total = self.branches[number], self._before[number]
+        is_reading = computed < total and number not in self._first
+        if is_reading and (branch.prompt_progress or total - computed >= _LONG_PROMPT):
+            branch.prompt_progress = computed, total
+            branch.wake()
 
     async def _started(self, number: int, generation: Generation) -> None:
         """Called when the engine has accepted a text, which may change the end of its text."""
@@ -230,6 +240,7 @@ class BranchWriting:
                     pending.clear()
             elif pending:
                 self._first.setdefault(number, perf_counter() - self._began)
+                self.branches[number].prompt_progress = None
                 count = len(pending) if self.pace is None else 1
                 news[number] = [pending.popleft() for _ in range(count)]
         if news:
@@ -320,6 +331,11 @@ def pending_events(branch: TreeBranch, cursor: Cursor) -> bytes:
         if common < cursor.count:
             num_removed, cursor.count = cursor.count - common, common
             events.append(branch_event(verb, branch, {"to": common, "taken": num_removed}, cursor))
+    if branch.prompt_progress not in (None, cursor.progress):
+        cursor.progress = branch.prompt_progress
+        computed, total = cursor.progress or (0, 0)
+        json = {"computed": computed, "total": total}
+        events.append(branch_event("prompt", branch, json, cursor))
     for step in branch.steps[cursor.count : cursor.count + _STEPS_PER_PIECE]:
         json = step_json(step, len(branch.prompt.ids), branch.prompt.readable)
         cursor.count += 1

@@ -1,9 +1,11 @@
 // The state of the Compare view: settings of the columns and samples, and their generation. It outlives the view.
 
-import { addBranch, applyEvent, CANDIDATES, dropUnused, promptBody } from "../actions.js";
+import { addBranch, applyEvent, CANDIDATES, dropUnused } from "../actions.js";
 import { api, ApiError } from "../api.js";
 import { html } from "../lib.js";
+import { shortName } from "../models.js";
 import { changed, state } from "../state.js";
+import { readPrompt } from "./prompt.js";
 
 /** Settings of a column; `defaultValue` is the placeholder. */
 const FIELDS = [
@@ -97,19 +99,15 @@ export const FieldError = ({ fault }) => fault && html`<p class="fault" role="al
 
 export const MOST_COLUMNS = 4;
 export const MOST_SAMPLES = 16;
-const EXAMPLE = "Why do leaves change color in fall?";
 
-const newColumn = (settings) => (
-  { key: (nextKey += 1), settings, id: null, fault: null, writing: false, began: 0, until: 0 });
+const newColumn = (settings, model = null) => (
+  { key: (nextKey += 1), settings, model, id: null, fault: null, writing: false, began: 0, until: 0 });
 let nextKey = 0;
 
 /** Topic "compare". */
 export const compare = {
-  picture: "settings", // or "samples"
-  prompt: null, // null: the prompt of the Write view, or else the example
-  length: "60",
-  fault: null, // of the prompt or the length
-  columns: FIRST_COLUMNS.map(newColumn),
+  columns: FIRST_COLUMNS.map((settings) => newColumn(settings)),
+  models: [], // columns with the same settings, one for each model
   samples: {
     number: 8, settings: settingsOf(DEFAULT_PRESET, ""), root: null, ids: [], fault: null, writing: false,
     selected: null, // index of the sample whose text is shown
@@ -117,14 +115,23 @@ export const compare = {
 };
 
 const notify = () => changed("compare");
-export const currentPrompt = () => compare.prompt ?? (state.draft || EXAMPLE);
-export const isExample = () => currentPrompt() === EXAMPLE;
 export const isWriting = () => (
-  compare.samples.writing || compare.columns.some((column) => column.writing));
+  compare.samples.writing || [...compare.columns, ...compare.models].some((column) => column.writing));
 
-export function setCompare(values) {
-  Object.assign(compare, values);
+export function setSamples(values) {
+  Object.assign(compare.samples, values);
   notify();
+}
+
+/** The columns of a view: of settings, or of models. The models are those of the server at first. */
+export function columnsOf(picture) {
+  if (picture === "settings") return compare.columns;
+  if (!compare.models.length && state.models.length) {
+    const here = [...state.models].sort((a, b) => (b.id === state.model) - (a.id === state.model) || b.unspool.loaded - a.unspool.loaded);
+    compare.models = here.filter(({ unspool }) => unspool.fits !== false || unspool.loaded).slice(0, 2)
+      .map(({ id }) => newColumn(settingsOf(DEFAULT_PRESET), id));
+  }
+  return compare.models;
 }
 
 export function setColumn(column, values) {
@@ -133,14 +140,22 @@ export function setColumn(column, values) {
   notify();
 }
 
-export function addColumn() {
-  const last = compare.columns[compare.columns.length - 1];
-  compare.columns.push(newColumn({ ...last.settings }));
+export function addColumn(columns) {
+  const last = columns.at(-1);
+  const used = new Set(columns.map(({ model }) => model));
+  const model = last.model && (state.models.find(({ id }) => !used.has(id))?.id ?? last.model);
+  columns.push(newColumn({ ...last.settings }, model));
   notify();
 }
 
-export function removeColumn(column) {
-  compare.columns.splice(compare.columns.indexOf(column), 1);
+export function setModel(column, model) {
+  column.model = model;
+  column.fault = null;
+  notify();
+}
+
+export function removeColumn(columns, column) {
+  columns.splice(columns.indexOf(column), 1);
   dropUnused([column.id]);
   notify();
 }
@@ -148,25 +163,17 @@ export function removeColumn(column) {
 // -- generation -------------------------------------------------------------------------------
 
 /** Generate all columns, or all samples. */
-export async function writeAll() {
+export async function writeAll(picture) {
   if (isWriting()) return;
-  const prompt = currentPrompt();
-  const length = Number(compare.length);
-  compare.fault = prompt.trim() === "" ? { message: "Enter a prompt first.", param: "prompt" }
-    : !(Number.isInteger(length) && length > 0) ? {
-      message: `Tokens must be an integer >= 1, got “${compare.length}”.`,
-      param: "length",
-    } : null;
-  notify();
-  if (compare.fault) return;
-  const request = { ...promptBody(prompt), max_tokens: length, top: CANDIDATES };
+  const prompt = readPrompt();
+  if (!prompt) return;
+  const request = { ...prompt, top: CANDIDATES };
   if (state.model) request.model = state.model;
-  await (compare.picture === "samples" ? writeSamples(request) : writeColumns(request));
+  await (picture === "samples" ? writeSamples(request) : writeColumns([...columnsOf(picture)], request));
 }
 
 /** Create all branches before the first resumes, so that the server generates them in one batch. */
-async function writeColumns(request) {
-  const columns = [...compare.columns];
+async function writeColumns(columns, request) {
   const before = columns.map((column) => column.id);
   for (const column of columns) {
     Object.assign(column, { id: null, fault: null, writing: true, began: 0, until: 0 });
@@ -175,7 +182,8 @@ async function writeColumns(request) {
   notify();
   await Promise.all(columns.map((column) => reportErrors(column, async () => {
     const settings = parseSettings(column.settings);
-    const body = { ...request, ...settings, name: nameOf(column.settings) };
+    const name = column.model ? shortName(column.model) : nameOf(column.settings);
+    const body = { ...request, ...settings, name, ...(column.model ? { model: column.model } : {}) };
     column.id = addBranch(await api.post("/v1/tree", body), settings);
   })));
   await Promise.all(columns.filter((column) => column.id && column.writing).map(async (column) => {
@@ -229,7 +237,8 @@ async function reportErrors(place, action) {
 
 /** Stop all generations after their current step. */
 export function stopAll() {
-  const { columns, samples } = compare;
+  const { samples } = compare;
+  const columns = [...compare.columns, ...compare.models];
   for (const column of columns) if (!column.began) column.writing = false; // not started yet
   const ids = columns.filter((column) => column.writing).map((column) => column.id);
   if (samples.writing) ids.push(...samples.ids);

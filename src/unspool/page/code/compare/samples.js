@@ -1,6 +1,6 @@
 // Many samples of one prompt as a tree: common prefixes are merged, laid out and drawn once.
 
-import { compare, FieldError, Fields, MOST_SAMPLES, Preset, setCompare } from "./runs.js";
+import { compare, FieldError, Fields, MOST_SAMPLES, Preset, setSamples } from "./runs.js";
 import { html, percent, Piece, plural, useChanges, useMemo, useState, useWidth } from "../lib.js";
 import { state, textOf } from "../state.js";
 import { openInWrite, TokenText } from "../token_text.js";
@@ -308,8 +308,7 @@ export function Samples({ pick }) {
   useChanges("compare");
   const [pointed, setPointed] = useState(null); // samples under the pointer or focus
   const { samples } = compare;
-  const set = (values) => setCompare({ samples: Object.assign(samples, values) });
-  const setSettings = (values) => set({ settings: { ...samples.settings, ...values }, fault: null });
+  const setSettings = (values) => setSamples({ settings: { ...samples.settings, ...values }, fault: null });
   const branches = samples.ids.map((id) => state.branches.get(id)).filter(Boolean);
   const texts = branches.map((branch) => branch.steps);
   const depth = depthOf(texts, branches.map((branch) => branch.writing), MAX_DEPTH);
@@ -321,7 +320,7 @@ export function Samples({ pick }) {
       <label class="cmp-how-many">
         <span>Samples: <b>${samples.number}</b></span>
         <input type="range" min="2" max=${MOST_SAMPLES} value=${samples.number} aria-label="Number of samples"
-          onInput=${(event) => set({ number: Number(event.target.value) })} />
+          onInput=${(event) => setSamples({ number: Number(event.target.value) })} />
       </label>
       <${Preset} settings=${samples.settings} owner="the samples" change=${setSettings} />
       <${Fields} settings=${samples.settings} fault=${samples.fault} owner="the samples" change=${setSettings} />
@@ -333,7 +332,7 @@ export function Samples({ pick }) {
         probabilities.</p>
       <${WordTree} tree=${tree} texts=${branches.map(textOf)} stem=${stemOf(branches[0])}
         lit=${pointed ?? (samples.selected === null ? null : [samples.selected])} point=${setPointed}
-        choose=${(sample) => set({ selected: sample === samples.selected ? null : sample })} selected=${samples.selected} />
+        choose=${(sample) => setSamples({ selected: sample === samples.selected ? null : sample })} selected=${samples.selected} />
       <${SampleText} branch=${branches[reading]} number=${reading} pick=${pick} />
       <${FirstWords} split=${firstSplit(tree, 4)} tree=${tree} number=${branches.length} />
       <details class="cmp-all small"><summary>All samples as text</summary><ol>

@@ -53,21 +53,28 @@ function clashes(size, digits) {
 }
 
 export function Board({ size, puzzle, cells, pick = null, stop = 0 }) {
-  const all = [...puzzle].map((clue, number) => ({ given: clue !== ".", ...(cells[number] ?? { number: pick ? number : -1, token: null, text: "" }) }));
+  const all = [...puzzle].map((clue, number) => {
+    const cell = cells[number] ?? { number: pick ? number : -1, token: null, text: "" };
+    const isReplaced = clue !== "." && cell.token !== null && cell.text !== clue; // a model may write another digit over a given one
+    return { ...cell, given: clue !== "." && !isReplaced, clue, isReplaced };
+  });
   const digits = all.map(({ token, text }) => (token !== null && /^[1-9]$/.test(text) ? text : null));
   const wrong = clashes(size, digits);
   const full = digits.every(Boolean);
+  const replaced = all.filter(({ isReplaced }) => isReplaced).length;
   const isSolved = full && !wrong.size && [...puzzle].every((clue, at) => clue === "." || clue === digits[at]);
   return html`<div class=${`board board-${size}`} role="group" aria-label=${`Sudoku, ${size} by ${size}`}>
     ${all.map((cell, number) => {
-      const look = `${placeClass(cell)} ${cell.given ? "given" : ""} ${wrong.has(number) ? "wrong" : ""}`;
+      const look = `${placeClass(cell)} ${cell.given ? "given" : ""} ${wrong.has(number) || cell.isReplaced ? "wrong" : ""} ${cell.isReplaced ? "replaced" : ""}`;
+      const label = cell.isReplaced ? `Given ${cell.clue}, replaced by ${visibleText(cell.text)}` : null;
       const text = cell.token === null && cell.probability == null ? (puzzle[number] === "." ? "" : puzzle[number]) : cell.text;
-      if (!pick) return html`<span key=${number} class=${look}>${text}</span>`;
+      if (!pick) return html`<span key=${number} class=${look} role=${label && "img"} aria-label=${label} title=${label}>${text}</span>`;
       return html`<button key=${number} type="button" class=${look} data-place=${number} tabindex=${number === stop ? 0 : -1}
-        aria-label=${placeLabel(cell)} title=${placeLabel(cell)} onClick=${() => pick(number)}>${text}</button>`;
+        aria-label=${label ?? placeLabel(cell)} title=${label ?? placeLabel(cell)} onClick=${() => pick(number)}>${text}</button>`;
     })}
   </div>
-  <p class="small" role="status">${isSolved ? "Solved." : full ? `Full, but ${wrong.size ? "wrong" : "not a solution of this puzzle"}.` : `${digits.filter(Boolean).length} of ${size * size} cells filled.`}</p>`;
+  <p class="small" role="status">${isSolved ? "Solved." : full ? `Full, but ${wrong.size ? "wrong" : "not a solution of this puzzle"}.` : `${digits.filter(Boolean).length} of ${size * size} cells filled.`}${
+    replaced ? ` ${plural(replaced, "given digit")} replaced.` : ""}</p>`;
 }
 
 // -- one place: its candidates, and editing by hand -----------------------------------------------------

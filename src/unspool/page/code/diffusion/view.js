@@ -1,39 +1,30 @@
-// The Diffusion view: the same prompt generated left to right and by diffusion, side by side and pass by pass.
+// The Diffusion and Sudoku views: the same prompt generated left to right and by diffusion, side by side and pass by pass.
 
 import { connect } from "../actions.js";
 import { api, ApiError } from "../api.js";
+import { PromptBar, readPrompt } from "../compare/prompt.js";
 import { Board, boardSize, Canvas, PlacePanel } from "./canvas.js";
 import {
   causalModels, currentCausal, currentMasked, diffusion, isWriting, maskedModels, mostPasses, notify, otherModels,
-  setDiffusion, shownCanvasPass, shownPass, showPass, stopBoth, writeBoth,
+  setDiffusion, shownCanvasPass, shownPass, showPass, showPuzzle, stopBoth, writeBoth,
 } from "./runs.js";
-import { duration, html, ModeSegments, nats, percent, plural, useChanges, useEffect } from "../lib.js";
+import { duration, html, nats, percent, plural, useChanges, useEffect } from "../lib.js";
 import { shortName } from "../models.js";
 import { currentModel, state } from "../state.js";
 import { meanSurprisal, openInWrite, repeatedFourGrams, TokenText } from "../token_text.js";
 import { TintChoice } from "../write/view.js";
 
-const PUZZLES = { sudoku: "Sudoku" };
 const EMPTY = [30, 40, 48, 54]; // cells
-const PUZZLE_FIELDS = ["prompt", "mode", "length", "order", "threshold", "remask", "causal", "masked"]; // fields that a puzzle overwrites
-let savedFields = null; // their values before
 
-/** Leave the puzzles and restore the fields. */
-function backToText() {
-  setDiffusion({ ...savedFields, puzzle: null, fault: null });
-  savedFields = null;
-}
-
-/** Create a puzzle and solve it with both models of its pair. */
-async function newPuzzle(puzzle) {
+/** Create a Sudoku and solve it with both models of its pair. */
+async function newSudoku() {
   if (isWriting()) return;
-  savedFields ??= Object.fromEntries(PUZZLE_FIELDS.map((name) => [name, diffusion[name]]));
-  setDiffusion({ puzzle, making: true, fault: null });
+  setDiffusion({ making: true, fault: null });
+  let request = null;
   try {
-    const created = await api.post("/v1/puzzles", { puzzle, empty: diffusion.empty });
-    const { prompt, places, models } = created;
-    Object.assign(diffusion, { prompt, mode: "plain", length: String(places), order: "threshold", threshold: "0.99", remask: "" });
-    Object.assign(diffusion, { causal: models.causal, masked: models.whole });
+    const { prompt, places, models } = await api.post("/v1/puzzles", { puzzle: "sudoku", empty: diffusion.empty });
+    request = { prompt, max_tokens: places };
+    if (diffusion.puzzle) Object.assign(diffusion, { threshold: "0.99", causal: models.causal, masked: models.whole });
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     diffusion.fault = { message: error.message };
@@ -41,26 +32,17 @@ async function newPuzzle(puzzle) {
     diffusion.making = false;
     notify();
   }
-  if (!diffusion.fault) await writeBoth();
+  if (diffusion.puzzle) await writeBoth(request);
 }
 
-function PuzzleChoice() {
-  const { puzzle, empty } = diffusion;
-  const kinds = Object.entries(PUZZLES);
-  const withEmpty = (event) => {
-    setDiffusion({ empty: Number(event.target.value) });
-    newPuzzle("sudoku");
-  };
-  return html`<div class="row twins-puzzles">
-    <div class="segments" role="group" aria-label="What to generate">
-      <button type="button" aria-pressed=${!puzzle} disabled=${isWriting()} onClick=${() => puzzle && backToText()}>Text</button>
-      ${kinds.map(([kind, title]) => html`<button key=${kind} type="button" aria-pressed=${puzzle === kind} disabled=${isWriting()}
-        onClick=${() => newPuzzle(kind)}>${title}</button>`)}</div>
-    ${puzzle === "sudoku" && html`<label><span class="small">Empty cells</span>
-      <select class="field" name="empty" value=${empty} disabled=${isWriting()} onChange=${withEmpty}>
-        ${EMPTY.map((count) => html`<option key=${count} value=${count}>${count}</option>`)}</select></label>`}
-    ${puzzle && html`<button class="button" type="button" id="twins-another" disabled=${isWriting()} onClick=${() => newPuzzle(puzzle)}>New puzzle</button>`}
-    ${puzzle && html`<span class="quiet small">Two small models shipped with Unspool; they differ only in their attention mask.</span>`}
+function SudokuChoice() {
+  const set = (event) => setDiffusion({ empty: Number(event.target.value) });
+  return html`<div class="row twins-row">
+    ${isWriting() ? html`<button class="button" type="button" id="run-stop" onClick=${stopBoth}>Stop</button>`
+      : html`<button class="button main" type="button" id="sudoku" onClick=${newSudoku}>${diffusion.request ? "Solve another Sudoku" : "Solve a Sudoku"}</button>`}
+    <label><span class="small">Empty cells</span>
+      <select class="field" name="empty" value=${diffusion.empty} disabled=${isWriting()} onChange=${set}>
+        ${EMPTY.map((count) => html`<option key=${count} value=${count}>${count}</option>`)}</select></label>
   </div>`;
 }
 
@@ -144,66 +126,74 @@ const ORDERS = {
 };
 
 export function DiffusionView() {
-  useChanges("diffusion", "models", "branches");
-  useEffect(() => { connect(); }, []);
+  useDiffusion(null);
+  const model = maskedModels().find(({ id }) => id === currentMasked()) ?? currentModel();
+  const canChat = model?.unspool.chat !== false;
   return html`<section class="twins stack" aria-label="Diffusion">
-    <h2>Diffusion</h2>
+    <h2 class="visually-hidden">Diffusion</h2>
+    <${PromptBar} running=${isWriting()} start=${() => writeBoth(readPrompt(canChat))} stop=${stopBoth}
+      canStart=${Boolean(currentCausal() || currentMasked())} canChat=${canChat} />
     <p class="quiet small">A causal model generates one token per pass and never changes one. A diffusion model predicts all masked
       places in each denoising pass and keeps the most certain ones. Both run here, one after the other.</p>
     ${!currentMasked() && html`<${NoMaskedModel} />`}
-    <${PromptForm} />
-    ${diffusion.puzzle !== "sudoku" && html`<${TintChoice} />`}
-    <${Passes} />
-    <div class="twins-columns">
-      <${CausalColumn} />
-      <${DiffusionColumn} />
-    </div>
+    <${Settings} />
+    <${TintChoice} />
+    <${Results} />
   </section>`;
 }
+
+export function SudokuView() {
+  useDiffusion("sudoku");
+  return html`<section class="twins stack" aria-label="Sudoku">
+    <h2>Sudoku, left to right and in any order</h2>
+    <p class="quiet">A model that writes from left to right cannot go back: its first wrong digit stays. A diffusion model fills the
+      certain cells first. Both are small models shipped with Unspool, and differ only in their attention mask.</p>
+    <${SudokuChoice} />
+    <details><summary>Settings</summary><${Settings} /></details>
+    ${diffusion.fault && html`<p class="fault" role="alert">${diffusion.fault.message}</p>`}
+    ${diffusion.request && html`<${Results} />`}
+  </section>`;
+}
+
+function useDiffusion(puzzle) {
+  useChanges("diffusion", "models", "branches");
+  showPuzzle(puzzle);
+  useEffect(() => { connect(); }, []);
+}
+
+const Results = () => html`<${Passes} />
+  <div class="twins-columns">
+    <${CausalColumn} />
+    <${DiffusionColumn} />
+  </div>`;
 
 /** Shown if no loaded model has a mask token: how to get one. */
 function NoMaskedModel() {
   return html`<div class="notice twins-none" role="note">
-    <p>No loaded model has a mask token. Solve a puzzle with the models shipped with Unspool,${
+    <p>No loaded model has a mask token. See Sudoku in Explain for the models shipped with Unspool,${
       otherModels().length > 0 ? " choose a diffusion model below," : ""} or convert a causal model:</p>
     <p><code>unspool train twin --kind block --model ${shortName(currentModel()?.id) || "MODEL"}</code></p>
     <p class="quiet small">Then start the page with it: <code>unspool page -m FOLDER</code>. LLaDA, Dream and SDAR work too.</p></div>`;
 }
 
-function PromptForm() {
+function Settings() {
   const { fault } = diffusion;
   const set = (event) => setDiffusion({ [event.target.name]: event.target.value, fault: null });
   const invalid = (name) => (fault?.param === name ? "true" : null);
-  const submit = (event) => {
-    event.preventDefault();
-    writeBoth();
-  };
-  const enter = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && submit(event);
-  const number = (name, title, help, mode = "decimal") => html`<label class="twins-number" title=${help}><span class="small">${title}</span>
-    <input class="field" name=${name} inputmode=${mode} autocomplete="off" value=${diffusion[name]} aria-invalid=${invalid(name)} onInput=${set} /></label>`;
-  const models = html`<${ModelPick} name="causal" title="Left to right" models=${causalModels()} now=${currentCausal()} />
-    <${ModelPick} name="masked" title="In any order" models=${maskedModels()} now=${currentMasked()} unloaded=${otherModels()} />`;
-  return html`<form class="twins-asking" onSubmit=${submit} aria-label="Prompt and settings">
-    <${PuzzleChoice} />
-    <label class="twins-prompt"><span class="small">Prompt for both</span>
-      <textarea class="field" name="prompt" rows="2" dir="auto" value=${diffusion.prompt} aria-invalid=${invalid("prompt")} onInput=${set} onKeyDown=${enter} /></label>
-    ${!diffusion.puzzle && html`<div class="row">
-      <${ModeSegments} mode=${diffusion.mode} pick=${(mode) => setDiffusion({ mode })} />
-      ${models}
-    </div>`}
+  const number = (name, title, help) => html`<label class="twins-number" title=${help}><span class="small">${title}</span>
+    <input class="field" name=${name} inputmode="decimal" autocomplete="off" value=${diffusion[name]} aria-invalid=${invalid(name)} onInput=${set} /></label>`;
+  return html`<div class="twins-asking" role="group" aria-label="Settings of both">
     <div class="row twins-row">
-      ${diffusion.puzzle && models}
+      <${ModelPick} name="causal" title="Left to right" models=${causalModels()} now=${currentCausal()} />
+      <${ModelPick} name="masked" title="In any order" models=${maskedModels()} now=${currentMasked()} unloaded=${otherModels()} />
       <label><span class="small">Each pass sets</span>
         <select class="field" name="order" value=${diffusion.order} onChange=${set}>
           ${Object.entries(ORDERS).map(([order, title]) => html`<option value=${order}>${title}</option>`)}</select></label>
-      ${!diffusion.puzzle && number("length", "Tokens", "Tokens to generate, and places of the canvas", "numeric")}
       ${diffusion.order === "threshold" && number("threshold", "Threshold", "Minimum probability of a token to be set")}
       ${number("remask", "Remask below", "Clear tokens whose probability falls below this. Empty: off")}
-      ${isWriting() ? html`<button class="button" type="button" onClick=${stopBoth}>Stop</button>`
-        : html`<button class="button main" id="twins-write" disabled=${!currentCausal() && !currentMasked()}>Generate both</button>`}
     </div>
-    ${fault && html`<p class="fault" role="alert">${fault.message}</p>`}
-  </form>`;
+    ${fault && !diffusion.puzzle && html`<p class="fault" role="alert">${fault.message}</p>`}
+  </div>`;
 }
 
 function ModelPick({ name, title, models, now, unloaded = [] }) {

@@ -70,7 +70,7 @@ function strongest(row, most = MOST_ARCS) {
 }
 
 /** Shade the tokens that `from` attends to, dim those after it, and draw the arcs; removed on unmount. */
-function useArcs(from, row) {
+export function useArcs(from, row) {
   useEffect(() => {
     if (!row) return undefined;
     const most = Math.max(...row);
@@ -264,7 +264,7 @@ function rowOf({ attention }, layer, head) {
 }
 
 /** Weights without the first token, rescaled to sum to one. */
-function withoutFirstToken(row) {
+export function withoutFirstToken(row) {
   const sum = row.reduce((sum, weight, at) => (at ? sum + weight : 0), 0);
   return row.map((weight, at) => (at && sum > 0 ? weight / sum : 0));
 }
@@ -278,7 +278,7 @@ function Choice({ name, value, most, all, disabled = false, pick }) {
     </select></label>`;
 }
 
-function Targets({ row, tokens }) {
+export function Targets({ row, tokens }) {
   const best = strongest(row, 5);
   if (!best.length) return html`<p class="quiet small">No other weights.</p>`;
   return html`<ol class="inside-targets" aria-label="Largest attention weights">

@@ -148,7 +148,7 @@ export function ForwardPass({ look, next }) {
   </ol>`;
 }
 
-function Embedding({ vectors, token }) {
+export function Embedding({ vectors, token }) {
   const [frame, width] = useWidth();
   const theme = useTheme();
   const [read, setRead] = useState(null);
@@ -197,7 +197,7 @@ function Position({ encoding, position }) {
     <p class="quiet small">${POSITIONS[encoding.way]}</p>`;
 }
 
-function Probabilities({ head, picked, next }) {
+export function Probabilities({ head, picked, next }) {
   const marked = picked ? head.followed : null;
   const candidates = head.candidates.slice(0, 6);
   if (marked && !candidates.some(({ id }) => id === marked.id)) candidates.push(marked);

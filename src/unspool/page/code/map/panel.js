@@ -1,11 +1,12 @@
 // The Map panel: all branches as a map, and a card with the actions of one branch.
 
-import { canRedo, canUndo, jump, redo, redoLabel, removeBranch, renameBranch, undo, undoLabel } from "../actions.js";
+import { canUndo, jump, removeBranch, renameBranch, undo, undoLabel } from "../actions.js";
 import { api } from "../api.js";
 import { html, plural, useChanges, useEffect, useLayoutEffect, useRef, useState, useThrottledChanges } from "../lib.js";
 import { Drawing, labelOf, lengthOf, matching, origin, originWords, ownWords, quoted, trees } from "./drawing.js";
 import { Futures } from "./futures.js";
 import { adopt, changed, currentBranch, state } from "../state.js";
+import { History } from "../write/view.js";
 
 const MAX_NAME_LENGTH = 200; // of the server
 
@@ -154,7 +155,7 @@ export function MapPanel() {
   }
 
   if (!branches.length) {
-    return html`<div class="map stack"><${History} />
+    return html`<div class="map stack">
       <${Deleted} deleted=${deleted} onUndo=${undoRemoval} />
       <p class="quiet">No branches yet. Every text and every edit will be a branch here.</p></div>`;
   }
@@ -170,11 +171,10 @@ export function MapPanel() {
       onJump=${jump} onCompare=${(id) => { setLarge(false); compare(id); }} onRemove=${removeSelected} />`}`;
   return html`<div class="map stack" ref=${panel}>
     <div class="map-head">
-      <${History} />
+      <p class="quiet small">${plural(branches.length, "branch", "branches")}. Click one to open it.</p>
       <${Futures} />
       <button class="button tiny" type="button" onClick=${() => setLarge(true)}>Enlarge</button>
     </div>
-    <p class="quiet small">${plural(branches.length, "branch", "branches")}. Click one to open it.</p>
     ${isLarge
       ? html`<dialog class="map-large" ref=${large} aria-label="Map of all branches"
             onClose=${() => setLarge(false)}>
@@ -189,15 +189,6 @@ export function MapPanel() {
 function filtered(branches, letters) {
   const byId = new Map(branches.map((branch) => [branch.id, branch]));
   return matching(branches, letters, (branch) => origin(branch, byId));
-}
-
-function History() {
-  useChanges("history");
-  const text = (verb, can, label) => (can ? `${verb}: ${label}` : verb);
-  const button = (verb, can, label, act) => html`<button class="button tiny map-history" type="button"
-    disabled=${!can} title=${text(verb, can, label)} onClick=${act}><span>${text(verb, can, label)}</span></button>`;
-  return html`<div class="row map-undo">
-    ${button("Undo", canUndo(), undoLabel(), undo)}${button("Redo", canRedo(), redoLabel(), redo)}</div>`;
 }
 
 /** Notice about the last deletion, until another action. */

@@ -188,13 +188,30 @@ function Section({ parts, models, sameTokens }) {
   const part = parts.find(Boolean);
   return html`<section class="panel stack msr-part" id=${`msr-${part.name}`} tabindex="-1" aria-label=${part.title}>
     <h3>${part.title}</h3>
-    <p class="quiet small">${part.formula}</p>
-    <${Figures} parts=${parts} models=${models} sameTokens=${sameTokens} />
+    <p class="msr-finding">${findingOf(parts, models)}</p>
     <${Plots} parts=${parts} models=${models} />
-    ${parts.map((entry, at) => entry?.table.length > 0 && html`<${Table} rows=${entry.table} name=${models[at]} />`)}
     ${parts.map((entry, at) => entry?.example && html`<${Example} example=${entry.example} whose=${parts.length > 1 ? `${models[at]}: ` : ""} />`)}
-    <ul class="small quiet">${part.notes.map((note) => html`<li>${note}</li>`)}</ul>
+    <details class="msr-details"><summary>Figures, formula and notes</summary>
+      <p class="quiet small">${part.formula}</p>
+      <${Figures} parts=${parts} models=${models} sameTokens=${sameTokens} />
+      ${parts.map((entry, at) => entry?.table.length > 0 && html`<${Table} rows=${entry.table} name=${models[at]} />`)}
+      <ul class="small quiet">${part.notes.map((note) => html`<li>${note}</li>`)}</ul>
+    </details>
   </section>`;
+}
+
+/** The first figure of a part as one line, with its interval, for each model. */
+function findingOf(parts, models) {
+  const name = parts.find(Boolean).figures[0]?.name;
+  if (!name) return "Nothing could be measured.";
+  const values = parts.map((part, at) => {
+    const figure = figureOf(part, name);
+    const whose = parts.length > 1 ? `${models[at]} ` : "";
+    if (figure?.value == null) return `${whose}not measured${figure?.why ? ` (${figure.why})` : ""}`;
+    const range = interval(figure);
+    return `${whose}${formatValue(figure.value, figure.unit)}${range ? ` (95 % interval ${range})` : ""}`;
+  });
+  return html`${name.charAt(0).toUpperCase() + name.slice(1)}: <b>${values.join("; ")}</b>`;
 }
 
 function Figures({ parts, models, sameTokens }) {

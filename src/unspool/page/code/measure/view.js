@@ -1,4 +1,4 @@
-// The Measure view: what autoregressive decoding costs with this model, as `unspool costs` reports it. The state outlives
+// The Cost report view: what autoregressive decoding costs with this model, as `unspool costs` reports it. The state outlives
 // the view.
 
 import { api, ApiError } from "../api.js";
@@ -148,8 +148,8 @@ export function MeasureView() {
   useEffect(() => { loadReports(); }, []);
   const { visible, growing } = measuring;
   const reports = growing ? [growing] : visible.map(({ report }) => report);
-  return html`<section class="msr stack" aria-label="Measure">
-    <h2>Measure</h2>
+  return html`<section class="msr stack" aria-label="Cost report">
+    <h2>Cost report</h2>
     <p class="quiet small">What autoregressive decoding costs: latency, compounding errors, loops, no lookahead, fading context.
       Each with its formula, 95 % interval and an example, and the remedies with their price. Same as <code>unspool costs</code> on the command line.</p>
     <${MeasureForm} />

@@ -5,6 +5,7 @@ import { api } from "../api.js";
 import { expand } from "./file.js";
 import { BadFile } from "./formats.js";
 import { adopt, changed, currentModel, samePrompt, sharedSteps, state } from "../state.js";
+import { PANELS } from "../views.js";
 
 const STAGES = [
   "repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram", "dry", "logit_bias",
@@ -495,7 +496,7 @@ export async function showSession(session, results) {
   }
   const { mode, tint, draft, system, settings, selected, panel } = session.view;
   Object.assign(state, { mode, tint, draft, system, view: "write", settings: {} });
-  if (["step", "inside", "map", "costs", "settings"].includes(panel)) state.panel = panel;
+  if (PANELS.some(({ name }) => name === panel)) state.panel = panel;
   updateSettings(settings);
   changed("mode", "tint", "draft", "system", "panel", "view", "branches");
   const currentId = ids.get(session.current) ?? [...ids.values()].at(-1) ?? null;

@@ -1,6 +1,6 @@
 // The Step panel: one token, its candidates, the sampling stages, the draw, and other settings on the same step.
 
-import { chooseToken, selectToken, showPanel, updateSettings } from "../actions.js";
+import { chooseToken, updateSettings } from "../actions.js";
 import { api } from "../api.js";
 import {
   count, duration, html, nats, ordinal, percent, Piece, plural, RequestError, useChanges, useMemo, useRequest,
@@ -361,10 +361,7 @@ function Step({ branch, step, isSelected }) {
   const size = modelOf(branch)?.unspool.vocabulary ?? 0;
   return html`
     <header class="step-head">
-      <div class="row">
-        <h2 class="step-token"><${Piece} text=${step.piece} /></h2>
-        <${InsideButton} position=${step.position} />
-      </div>
+      <h2 class="step-token"><${Piece} text=${step.piece} /></h2>
       <${Summary} step=${step} size=${size} />
       <${DrawPreview} step=${step} />
     </header>
@@ -379,24 +376,13 @@ function Step({ branch, step, isSelected }) {
 function PromptToken({ token, position }) {
   return html`
     <header class="step-head">
-      <div class="row">
-        <h2 class="step-token"><${Piece} text=${token.text} /></h2>
-        <${InsideButton} position=${position} />
-      </div>
+      <h2 class="step-token"><${Piece} text=${token.text} /></h2>
       <p class="step-story">${token.added
         ? "Added by the chat template."
         : "Part of your prompt: not sampled."}</p>
     </header>
     <p class="quiet small">Token ${count(token.id)} at position ${count(position)}.</p>
   `;
-}
-
-function InsideButton({ position }) {
-  const go = () => {
-    selectToken(position);
-    showPanel("inside");
-  };
-  return html`<button class="button step-inside" onClick=${go}>Look inside</button>`;
 }
 
 function Hint() {

@@ -1,7 +1,8 @@
-// The state of the Think view: search policies and judges, the request, and the search tree as events report it.
+// The state of the Search view: search policies and judges, the request, and the search tree as events report it.
 
-import { addBranch, applyEvent, CANDIDATES, connect, dropUnused, promptBody } from "../actions.js";
+import { addBranch, applyEvent, CANDIDATES, connect, dropUnused } from "../actions.js";
 import { api, ApiError } from "../api.js";
+import { readPrompt } from "../compare/prompt.js";
 import { changed, state } from "../state.js";
 
 const integerOption = (name, title, defaultValue, least = 1) => ({ name, title, defaultValue: String(defaultValue), least });
@@ -39,7 +40,7 @@ export const JUDGES = {
   "process:": { title: "process reward model", needs: "model", help: "The lowest step score of a process reward model." },
   vote: { title: "majority vote", help: "Share of texts with the same answer: boxed, after “answer is”, or the last number." },
   "vote:": { title: "majority vote, by pattern", needs: "pattern", help: "Share of texts in which this pattern matches the same text." },
-  "vote+": { title: "weighted vote", needs: "weigher", help: "Votes weighted by another judge." },
+  "vote+": { title: "weighted vote", needs: "weigher", help: "Votes weighted by another verifier." },
 };
 export const WEIGHERS = ["logprob", "certainty", "ask"];
 
@@ -52,11 +53,8 @@ export function scoreText(score) {
 
 // -- state: it outlives the view ------------------------------------------------------------------
 
-const EXAMPLE = "Why do leaves change color in fall?";
-
 /** Topic "think". */
 export const thinking = {
-  prompt: null, // null: the prompt of the Write view, or else the example
   policy: "best-of",
   options: {}, // changed options by policy: {"best-of": {n: "4"}}
   judge: "",
@@ -64,7 +62,6 @@ export const thinking = {
   model: null,
   weigher: WEIGHERS[0],
   budget: "1000",
-  length: "100",
   temperature: "0.8",
   seed: "7",
   fault: null,
@@ -85,7 +82,6 @@ export const thinking = {
 let control = null;
 
 const notify = () => changed("think");
-export const currentPrompt = () => thinking.prompt ?? (state.draft || EXAMPLE);
 export const optionValue = ({ name, defaultValue }) => thinking.options[thinking.policy]?.[name] ?? defaultValue;
 export const judgeModels = () => state.models.filter(({ id }) => id !== state.model);
 export const judgeModel = () => thinking.model ?? judgeModels()[0]?.id ?? "";
@@ -111,14 +107,13 @@ function parseInteger(title, value, least, param) {
 function judgeName() {
   const { judge, pattern, weigher } = thinking;
   const argument = { pattern, weigher, model: judgeModel() }[JUDGES[judge].needs];
-  if (argument === "") throw new ApiError(400, `This judge needs a ${JUDGES[judge].needs}.`, { param: JUDGES[judge].needs });
+  if (argument === "") throw new ApiError(400, `This verifier needs a ${JUDGES[judge].needs}.`, { param: JUDGES[judge].needs });
   return judge + (argument ?? "") || null;
 }
 
 /** The request; throws an ApiError for an invalid field. */
-function buildRequest() {
-  const { policy, length, seed, temperature } = thinking;
-  if (!currentPrompt().trim()) throw new ApiError(400, "Enter a question first.", { param: "prompt" });
+function buildRequest(prompt) {
+  const { policy, seed, temperature } = thinking;
   const budget = parseInteger("Budget", thinking.budget, 1, "budget");
   const think = { policy, judge: judgeName(), budget };
   for (const option of POLICIES[policy].options) {
@@ -131,17 +126,18 @@ function buildRequest() {
     throw new ApiError(400, `Temperature must be >= 0, got “${temperature}”.`, { param: "temperature" });
   }
   return {
-    ...promptBody(currentPrompt()), model: state.model, temperature: heat, think, stream: true,
-    max_tokens: POLICIES[policy].isLong ? budget : parseInteger("Max tokens", length, 1, "length"),
+    ...prompt, model: state.model, temperature: heat, think, stream: true,
+    ...(POLICIES[policy].isLong ? { max_tokens: budget } : {}),
     ...(seed.trim() ? { seed: parseInteger("Seed", seed, 0, "seed") } : {}),
   };
 }
 
 export async function search() {
-  if (thinking.running) return;
+  const prompt = thinking.running ? null : readPrompt();
+  if (!prompt) return;
   thinking.fault = null;
   try {
-    thinking.request = buildRequest();
+    thinking.request = buildRequest(prompt);
     dropUnused([...thinking.opened.values()].map(({ id }) => id));
     Object.assign(thinking, {
       start: null, nodes: [], spent: null, winner: null, done: null, running: true, stopped: false, began: performance.now(),

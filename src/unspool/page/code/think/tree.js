@@ -117,7 +117,7 @@ function Card({ item, isStop, share, onWay, place }) {
   const isRoot = number === 0;
   const lost = isPruned(number);
   const look = ["think-card", isWinner && "winner", onWay && "on-way", lost && "lost", score === null && "failed"].filter(Boolean).join(" ");
-  const states = [isWinner && "winner", lost && "pruned", score === null && "the judge failed", node.finished && "ended"].filter(Boolean);
+  const states = [isWinner && "winner", lost && "pruned", score === null && "the verifier failed", node.finished && "ended"].filter(Boolean);
   const label = isRoot ? "The prompt" : `Text ${number}: ${text.trim() || "empty"}; ${[score == null ? null : `score ${scoreText(score)}`,
     ...states, plural(node.tokens.length, "token")].filter(Boolean).join(", ")}`;
   return html`<div role="treeitem" class=${look} style=${place} data-node=${number} data-parent=${node.parent ?? ""} data-pruned=${Boolean(pruned)}

@@ -1,13 +1,14 @@
-// The Think view: search for a better text with more compute (best of n, votes, beam and tree search).
+// The Search view of the Compare place: search for a better text with more compute (best of n, votes, beam and tree search).
 
-import { connect, setMode } from "../actions.js";
+import { connect } from "../actions.js";
+import { PromptBar } from "../compare/prompt.js";
 import {
-  count, duration, html, isNarrow, ModeSegments, nats, plural, useChanges, useEffect, useRef, useState,
+  count, duration, html, isNarrow, nats, plural, useChanges, useEffect, useRef, useState,
 } from "../lib.js";
 import { shortName } from "../models.js";
-import { currentModel, state } from "../state.js";
+import { state } from "../state.js";
 import {
-  currentPrompt, isPruned, judgeModel, judgeModels, JUDGES, openNode, optionValue, pathTo, POLICIES, scoreText,
+  isPruned, judgeModel, judgeModels, JUDGES, openNode, optionValue, pathTo, POLICIES, scoreText,
   search, setOption, setThinking, stop, thinking, tokensOf, WEIGHERS,
 } from "./runs.js";
 import { SearchTree } from "./tree.js";
@@ -17,31 +18,25 @@ import { TintChoice } from "../write/view.js";
 const invalid = (name) => (thinking.fault?.param === name ? "true" : null);
 const set = (event) => setThinking({ [event.target.name]: event.target.value, fault: null });
 
-function QuestionForm() {
-  const { policy, judge, fault, running } = thinking;
+function SearchForm() {
+  const { policy, judge, fault } = thinking;
   const submit = (event) => {
     event.preventDefault();
     search();
   };
-  const enter = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && submit(event);
-  return html`<form class="think-asking" onSubmit=${submit} aria-label="Question and search">
-    <label><span class="small">Question</span>
-      <textarea class="field" name="prompt" rows="2" dir="auto" value=${currentPrompt()} aria-invalid=${invalid("prompt")} onInput=${set} onKeyDown=${enter} /></label>
+  return html`<form class="think-asking" onSubmit=${submit} aria-label="Search">
     <div class="row">
-      <${ModeSegments} mode=${state.mode} pick=${setMode} canChat=${currentModel()?.unspool.chat !== false} />
       <${Choice} name="policy" title="Policy" now=${policy} choices=${POLICIES} />
       ${POLICIES[policy].options.map((option) => html`<${Option} key=${`${policy} ${option.name}`} option=${option} />`)}
-      <${Choice} name="judge" title="Judge" now=${judge} choices=${judgesHere()} />
+      <${Choice} name="judge" title="Verifier" now=${judge} choices=${judgesHere()} />
       <${JudgeDetails} needs=${JUDGES[judge].needs} />
     </div>
     <p class="quiet small">${POLICIES[policy].help}<br />${JUDGES[judge].help}</p>
     <div class="row">
-      <${Field} name="budget" title="Budget in tokens" help="All computed tokens count: the prompt once, generated tokens, and tokens read by a judge" />
-      ${!POLICIES[policy].isLong && html`<${Field} name="length" title="Max tokens" />`}
+      <${Field} name="budget" title="Budget in tokens" help="All computed tokens count: the prompt once, generated tokens, and tokens read by a verifier" />
       <${Field} name="temperature" title="Temperature" help="Above 0, so that the texts differ" />
       <${Field} name="seed" title="Seed" help="The same seed gives the same tree; empty: random" />
-      ${running ? html`<button class="button" type="button" id="think-stop" onClick=${stop}>Stop</button>`
-        : html`<button class="button main" id="think-search" disabled=${!state.model}>Think</button>`}
+      <button hidden>Run</button>
     </div>
     ${fault && html`<p class="fault" role="alert">${fault.message}</p>`}
   </form>`;
@@ -84,7 +79,7 @@ function JudgeDetails({ needs }) {
 
 // -- progress and result ------------------------------------------------------------------------
 
-const KINDS = { prompt: "prompt", written: "generated", judged: "read by the judge" };
+const KINDS = { prompt: "prompt", written: "generated", judged: "read by the verifier" };
 
 /** Tokens spent of the budget, by kind. */
 function BudgetMeter() {
@@ -173,7 +168,7 @@ function NodeCard({ pick }) {
 
 function Facts({ node, length }) {
   const { score, why, answer, logprob, tokens, finished } = node;
-  const judged = score === undefined ? "not scored" : score === null ? "the judge failed" : scoreText(score);
+  const judged = score === undefined ? "not scored" : score === null ? "the verifier failed" : scoreText(score);
   return html`<dl class="cmp-numbers">
     <dt>Score</dt><dd data-number="score">${judged}</dd>
     ${answer != null && html`<dt>Answer</dt><dd data-number="answer">${String(answer)}</dd>`}
@@ -195,11 +190,13 @@ export function ThinkView() {
     setPicked(null);
   };
   useEffect(() => setPicked(null), [thinking.open]);
-  return html`<section class="think stack" aria-label="Think">
-    <h2>Think</h2>
-    <p class="quiet small">Test-time compute: a policy samples several continuations, a judge scores them, and a budget limits the number of
-      tokens. Judges that run files need the command line: <code>unspool think --judge python:FILE.py</code>.</p>
-    <${QuestionForm} />
+  return html`<section class="think stack" aria-label="Search">
+    <h2 class="visually-hidden">Search</h2>
+    <${PromptBar} running=${thinking.running} start=${search} stop=${stop} canStart=${Boolean(state.model)}
+      hasLength=${!POLICIES[thinking.policy].isLong} />
+    <p class="quiet small">Test-time compute: a policy samples several continuations, a verifier scores them, and a budget limits the number of
+      tokens. Verifiers that run files need the command line: <code>unspool think --judge python:FILE.py</code>.</p>
+    <${SearchForm} />
     <${Outcome} />
     ${thinking.start && html`<${BudgetMeter} />
       <div class="row"><${TintChoice} /><${HidePruned} /></div>

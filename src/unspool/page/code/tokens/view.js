@@ -1,5 +1,6 @@
-// The Tokens view: any text as the model's tokens, its merges, and the same text in other vocabularies.
+// The Tokenizer view: any text as the model's tokens, its merges, and the same text in other vocabularies.
 
+import { newText } from "../actions.js";
 import { api } from "../api.js";
 import {
   count, html, plural, RequestError, useChanges, useEffect, useLayoutEffect, useMemo, useRef, useRequest, useState,
@@ -122,7 +123,7 @@ export function TokensView() {
   const total = result.max_model_len ?? currentModel()?.unspool.context;
   return html`<section class="tokens-view" aria-labelledby="tokens-title">
     <header>
-      <h2 id="tokens-title">Tokens</h2>
+      <h2 id="tokens-title">Tokenizer</h2>
       <p class="quiet">A model reads and writes tokens: pieces of text from a fixed vocabulary, each with an id.
         Common words are one token, rare ones several.</p>
     </header>
@@ -167,8 +168,8 @@ function usePick(pieces) {
 
 function usePrompt(text) {
   state.draft = text;
-  state.view = "write";
-  changed("draft", "view");
+  newText();
+  changed("draft");
 }
 
 function Examples({ onChoose }) {

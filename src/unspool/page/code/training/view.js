@@ -1,4 +1,4 @@
-// The Training view: a run's loss curve, and the same prompt with the same seed written by its checkpoints.
+// The Training runs view: a run's loss curve, and the same prompt with the same seed written by its checkpoints.
 
 import { jump, showPanel } from "../actions.js";
 import {
@@ -21,7 +21,7 @@ function Head() {
   const { runs, name, run } = training;
   const isListed = runs?.some((entry) => entry.name === name);
   return html`<div class="row spread lrn-head">
-    <h2>Training</h2>
+    <h2>Training runs</h2>
     ${name && html`<label class="row"><span class="small">Run</span>
       <select class="field" id="lrn-run" value=${name} onChange=${(event) => openRun(event.target.value)}>
         ${!isListed && html`<option value=${name}>${name}</option>`}
@@ -249,7 +249,7 @@ export function TrainingView() {
     return () => clearInterval(timer);
   }, []);
   const isOpen = state.selected !== null && [...texts.byStep.values()].some(({ id }) => id !== null && id === state.current);
-  return html`<section class=${`lrn ${isOpen ? "lrn-beside" : ""}`} aria-label="Training">
+  return html`<section class=${`lrn ${isOpen ? "lrn-beside" : ""}`} aria-label="Training runs">
     <div class="stack lrn-main">
       <${Head} />
       ${training.run && html`<${Curve} />
@@ -276,7 +276,7 @@ function PromptForm() {
     <label class="grow"><span class="small">Prompt for all checkpoints</span>
       <input class="field" name="prompt" dir="auto" autocomplete="off" value=${currentPrompt()} aria-invalid=${invalid("prompt")} onInput=${set} /></label>
     <${ModeSegments} mode=${currentMode()} pick=${(mode) => setFields({ mode })} />
-    ${field("length", "Tokens", "numeric")} ${field("temperature", "Temperature", "decimal")} ${field("seed", "Seed", "numeric")}
+    ${field("length", "Max tokens", "numeric")} ${field("temperature", "Temperature", "decimal")} ${field("seed", "Seed", "numeric")}
     ${isWriting() ? html`<button class="button" type="button" onClick=${stopWriting}>Stop</button>`
       : html`<button class="button main" id="lrn-write">Write</button>`}
     ${fault && html`<p class="fault" role="alert">${fault.message}</p>`}

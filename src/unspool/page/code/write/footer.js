@@ -1,5 +1,6 @@
 // The line under the text: speed and context window.
 
+import { openView } from "../actions.js";
 import { clamp, count, duration, html, percent, plural, useThrottledChanges } from "../lib.js";
 import { currentBranch, state } from "../state.js";
 
@@ -7,12 +8,20 @@ export function LiveFigures() {
   useThrottledChanges("steps", "current", "writing", "branches");
   const branch = currentBranch();
   if (!branch || (!branch.steps.length && !branch.writing)) return null;
+  if (branch.progress) return html`<${PromptProgress} ...${branch.progress} />`;
   const { first, rate } = speedOf(branch);
   return html`<p class="live-figures quiet small">
     <span>time to first token <b data-live="first">${duration(first)}</b></span>
     <span><b data-live="rate">${perSecond(rate)}</b> tokens/s</span>
     <span data-live="tokens">${plural(branch.steps.length, "token")}</span>
+    <button type="button" class="link" id="text-costs" title="Time, probability and repetition, token by token" onClick=${() => openView("text")}>Costs</button>
   </p>`;
+}
+
+/** How much of a long prompt is computed. */
+function PromptProgress({ computed, total }) {
+  return html`<p class="live-figures quiet small" role="status"><progress max=${total} value=${computed} aria-label="Prompt computed"></progress>
+    Reading the prompt: ${count(computed)} of ${plural(total, "token")}</p>`;
 }
 
 export const perSecond = (rate) => (rate === null ? "–" : rate < 10 ? rate.toFixed(1) : count(Math.round(rate)));

@@ -1,93 +1,63 @@
-// The Write view: prompt and text on the left, the side panel on the right.
+// The Write view: the library on the left, the text with its toolbar and the composer, and the panel on the right.
 
 import {
-  clearFault, connect, pauseWriting, resumeWriting, sendReply, setMode, setSpeed, showPanel, stopWriting,
-  writeOneToken, writePrompt,
+  canRedo, canUndo, clearFault, connect, newText, pauseWriting, redo, redoLabel, resumeWriting, sendReply, setMode,
+  setSpeed, showPanel, stopWriting, toggleLibrary, undo, undoLabel, writeOneToken, writePrompt,
 } from "../actions.js";
-import {
-  count, Fold, html, Lazy, ModeSegments, render, useChanges, useEffect, useRef, useState, useThrottledChanges,
-} from "../lib.js";
+import { Fold, html, Lazy, ModeSegments, render, useChanges, useEffect, useRef, useThrottledChanges } from "../lib.js";
 import { DefaultModelNote, OtherModelNote } from "../models.js";
 import { changed, currentBranch, currentModel, modelOf, promptLength, state } from "../state.js";
 import { loadDoubt } from "./edits.js";
+import { Examples, EXAMPLES, FirstSteps } from "./first.js";
 import { isHighlighted, mountPane, TINT_SCALES, TINTS } from "./pane.js";
 import { SidePanel } from "./side.js";
 
-const EXAMPLE = "Why do leaves change color in fall?";
-
-function Composer() {
-  useChanges("mode", "draft", "server", "system");
-  const isChat = state.mode === "chat";
-
-  const submit = (event) => {
-    event.preventDefault();
-    if (!state.draft && isChat) state.draft = EXAMPLE;
-    changed("draft");
-    writePrompt();
-  };
-  const onKey = (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
-  };
-  const update = (name) => (event) => {
-    state[name] = event.target.value;
-    changed(name);
-  };
-  return html`<form class="composer" onSubmit=${submit} aria-label="Prompt">
-    ${isChat && state.system !== null && html`<input class="field small" aria-label="System message" id="system"
-      placeholder="System message: how the model should behave" value=${state.system} onInput=${update("system")} />`}
-    <div class="composer-row">
-      <textarea id="prompt" class="field" rows="1" value=${state.draft} dir="auto"
-        aria-label=${isChat ? "Your message" : "Text to continue"}
-        placeholder=${isChat ? EXAMPLE : "Once upon a time"} onInput=${update("draft")} onKeyDown=${onKey}></textarea>
-      <button id="write" class="button main" type="submit" disabled=${!state.server.ready}>Write</button>
-    </div>
-  </form>`;
-}
-
-/** Chat template or plain continuation. */
-function ModeChoice() {
-  useChanges("mode", "models", "system");
-  const isChat = state.mode === "chat";
-  const canChat = currentModel()?.unspool?.chat ?? true;
-
-  const toggleSystem = () => {
-    state.system = state.system === null ? "" : null;
-    changed("system");
-  };
-  return html`<${ModeSegments} mode=${state.mode} pick=${setMode} canChat=${canChat} />
-    ${isChat && html`<button type="button" class="button plain tiny folds" aria-pressed=${state.system !== null}
-      title="Set a system message" onClick=${toggleSystem}>System</button>`}`;
-}
-
-// -- controls -----------------------------------------------------------------------------------
-
-const SPEEDS = [0, 1, 2, 4, 8, 15, 30, 60, 120, null];
-
-function speedText(speed) {
-  if (speed === 0) return "step by step";
-  return speed === null ? "full speed" : `${speed} tokens/s`;
-}
-
-function Controls() {
-  useChanges("writing", "current", "speed", "server");
-  const branch = currentBranch();
-  const isWriting = state.writing !== null;
-  const isPaused = !isWriting && Boolean(branch?.remaining);
-  const can = branch !== null && !branch.recorded && state.server.ready;
-  const place = SPEEDS.indexOf(state.speed);
-  return html`<div class="controls row" role="group" aria-label="Writing">
-    ${isWriting
-      ? html`<button id="pause" class="button" onClick=${pauseWriting}>Pause</button>`
-      : html`<button id="go-on" class="button" disabled=${!can} onClick=${() => resumeWriting()}>
-          ${isPaused ? "Resume" : "Continue"}</button>`}
-    <button id="one-step" class="button folds" disabled=${!can || isWriting} onClick=${writeOneToken}>Step</button>
-    <button id="stop" class="button folds" disabled=${!isWriting && !isPaused} onClick=${stopWriting}>Stop</button>
-    <label class="speed small folds" title="One token per key press (Space), a number of tokens a second, or full speed"><span class="visually-hidden">Speed</span>
-      <input id="speed" type="range" min="0" max=${SPEEDS.length - 1} step="1" value=${place < 0 ? SPEEDS.length - 1 : place}
-        aria-valuetext=${speedText(state.speed)} onInput=${(event) => setSpeed(SPEEDS[event.target.value])} />
-      <span class="quiet">${speedText(state.speed)}</span>
-    </label>
+export function WriteView() {
+  useChanges("library");
+  return html`<div class=${`write ${state.library ? "with-library" : ""}`}>
+    ${state.library && html`<${Lazy} file="./library/drawer.js" name="Library" />`}
+    <section class="paper" aria-label="The text">
+      <${Toolbar} />
+      <${OtherModelNote} />
+      <${Text} />
+      <${Revision} />
+      <${Fault} />
+      <${FirstSteps} />
+      <${Composer} />
+      <${Foot} />
+    </section>
+    <${SidePanel} />
   </div>`;
+}
+
+// -- toolbar ------------------------------------------------------------------------------------
+
+function Toolbar() {
+  return html`<${Fold} class="bar row" name="More controls">
+    <${LibraryButton} />
+    <${History} />
+    <${TintChoice} doubts />
+    <${Speed} />
+    <span class="grow"></span>
+    <${ReviseButton} />
+  <//>`;
+}
+
+function LibraryButton() {
+  useChanges("library");
+  return html`<button type="button" class="button tiny" id="library-button" aria-expanded=${state.library}
+    title="All texts: search, open, rename, delete (l)" onClick=${() => toggleLibrary()}>Library</button>`;
+}
+
+/** Undo and redo, named after what they change. */
+export function History() {
+  useChanges("history");
+  const button = (verb, can, label, act) => {
+    const title = can ? `${verb}: ${label}` : verb;
+    return html`<button class="button tiny map-history" type="button" disabled=${!can} title=${title} aria-label=${title} onClick=${act}>${verb}</button>`;
+  };
+  return html`<div class="row map-undo">
+    ${button("Undo", canUndo(), undoLabel(), undo)}${button("Redo", canRedo(), redoLabel(), redo)}</div>`;
 }
 
 /** What the token colors mean; while attention is shown, its own scale. Doubt is available in the Write view only. */
@@ -115,23 +85,7 @@ export function TintChoice({ doubts = false }) {
   </div>`;
 }
 
-// -- the view -----------------------------------------------------------------------------------
-
-export function WriteView() {
-  return html`<div class="write">
-    <section class="paper" aria-label="The text">
-      <${Composer} />
-      <${Fold} class="bar row" name="More controls"><${ModeChoice} /><${Controls} /><${TintChoice} doubts /><${ReviseButton} /><//>
-      <${OtherModelNote} />
-      <${Text} />
-      <${Revision} />
-      <${Fault} />
-      <${Reply} />
-      <${Foot} />
-    </section>
-    <${SidePanel} />
-  </div>`;
-}
+// -- the text -----------------------------------------------------------------------------------
 
 function Text() {
   useChanges("comparing");
@@ -180,8 +134,9 @@ function Welcome() {
   return html`<div class="welcome quiet">
     <p>A language model generates one token at a time: it gives every token of its vocabulary a probability, one is
       sampled and appended, and the next step follows.</p>
-    <p>Enter a prompt above. Then point at any token to see the candidates and how one was sampled; click another
+    <p>Enter a prompt below. Then point at any token to see the candidates and how one was sampled; click another
       candidate to continue from there.</p>
+    <${Examples} />
     <${DefaultModelNote} />
   </div>`;
 }
@@ -198,38 +153,115 @@ function Fault() {
     <button class="button tiny" onClick=${clearFault}>Close</button></div>`;
 }
 
+// -- the composer: a prompt for a new text, or the next words of the current one ------------------
+
+function Composer() {
+  useChanges("mode", "draft", "server", "system", "current", "writing");
+  const branch = currentBranch();
+  const isChat = branch ? Boolean(branch.prompt?.messages) : state.mode === "chat";
+  const isReply = branch !== null;
+  const label = isReply ? (isChat ? "Reply" : "Your text") : isChat ? "Your message" : "Text to continue";
+  const hint = isReply ? (isChat ? "Reply …" : "Add your own text …") : EXAMPLES[isChat ? 0 : 2][0];
+
+  const submit = async (event) => {
+    event.preventDefault();
+    if (!state.server.ready || branch?.recorded) return;
+    if (!isReply) {
+      if (!state.draft && isChat) state.draft = hint;
+      return writePrompt();
+    }
+    if (!state.draft) return resumeWriting();
+    const words = state.draft;
+    state.draft = "";
+    changed("draft");
+    if (!(await sendReply(words))) {
+      state.draft ||= words;
+      changed("draft");
+    }
+  };
+  const onKey = (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
+  };
+  const update = (name) => (event) => {
+    state[name] = event.target.value;
+    changed(name);
+  };
+  return html`<form class="composer" onSubmit=${submit} aria-label="Prompt">
+    ${isReply && html`<${Ending} branch=${branch} />`}
+    ${!isReply && isChat && state.system !== null && html`<textarea class="field small" aria-label="System message" id="system" rows="1" dir="auto"
+      placeholder="System message: how the model should behave" value=${state.system} onInput=${update("system")}></textarea>`}
+    <div class="composer-row">
+      <textarea id="prompt" class="field" rows="1" value=${state.draft} dir="auto" disabled=${branch?.recorded}
+        aria-label=${label} placeholder=${branch?.recorded ? "This text is a recording" : hint} onInput=${update("draft")} onKeyDown=${onKey}></textarea>
+      <button id="write" class="button main" type="submit"
+        disabled=${!state.server.ready || branch?.recorded || (isReply && !state.draft)}>${isReply ? (isChat ? "Reply" : "Add") : "Write"}</button>
+    </div>
+    <div class="row composer-controls">
+      ${isReply ? html`<button id="new" type="button" class="button" title="A new text; this one stays in the library (n)" onClick=${newText}>New</button>
+        <${Controls} />` : html`<${ModeChoice} />`}
+    </div>
+  </form>`;
+}
+
+/** Chat template or plain continuation. */
+function ModeChoice() {
+  useChanges("mode", "models", "system");
+  const isChat = state.mode === "chat";
+  const canChat = currentModel()?.unspool?.chat ?? true;
+
+  const toggleSystem = () => {
+    state.system = state.system === null ? "" : null;
+    changed("system");
+  };
+  return html`<${ModeSegments} mode=${state.mode} pick=${setMode} canChat=${canChat} />
+    ${isChat && html`<button type="button" class="button plain tiny" aria-pressed=${state.system !== null}
+      title="Set a system message" onClick=${toggleSystem}>System</button>`}`;
+}
+
 const ENDS = {
   stop: "Finished: the model generated its end-of-text token.",
+  length: "Stopped: max tokens reached.",
   context: "The context window is full. Go back to an earlier token, or start a new text.",
   interrupted: "Paused.",
 };
 
-/** Why the text ended, and a field for the user's next words. */
-function Reply() {
-  useChanges("current", "writing", "steps", "server");
-  const [words, setWords] = useState("");
-  const branch = currentBranch();
-  if (!branch || state.writing || branch.recorded) return null;
-  const isChat = Boolean(branch.prompt?.messages);
-  const submit = async (event) => {
-    event.preventDefault();
-    if (words && (await sendReply(words))) setWords("");
-    else if (!words) resumeWriting();
-  };
-  const name = isChat ? "Reply" : "Your text";
-  return html`<form class="reply" onSubmit=${submit}>
-    <span class="quiet small" id="ending"><${Ending} branch=${branch} /></span>
-    <div class="composer-row"><input class="field" id="reply" dir="auto" value=${words} aria-label=${name}
-      placeholder=${isChat ? "Reply …" : "Add your own text …"} onInput=${(event) => setWords(event.target.value)} />
-    <button class="button" disabled=${!words || !state.server.ready}>${isChat ? "Reply" : "Add"}</button></div>
-  </form>`;
+/** Why the text ended. */
+function Ending({ branch }) {
+  if (state.writing || branch.recorded) return null;
+  return html`<p class="quiet small" id="ending" role="status">${ENDS[branch.finish_reason] ?? ""}</p>`;
 }
 
-function Ending({ branch }) {
-  if (branch.finish_reason !== "length") return ENDS[branch.finish_reason] ?? "";
-  const wrote = branch.steps.filter((step) => !step.chosen).length;
-  return html`Stopped at ${count(wrote)} ${wrote === 1 ? "token" : "tokens"} · <button type="button" class="link"
-    disabled=${!state.server.ready} onClick=${() => resumeWriting()}>Continue</button>`;
+function Controls() {
+  useChanges("writing", "current", "server");
+  const branch = currentBranch();
+  const isWriting = state.writing !== null;
+  const isPaused = !isWriting && Boolean(branch?.remaining);
+  const can = branch !== null && !branch.recorded && state.server.ready;
+  return html`<div class="controls row" role="group" aria-label="Writing">
+    ${isWriting
+      ? html`<button id="pause" type="button" class="button" onClick=${pauseWriting}>Pause</button>`
+      : html`<button id="go-on" type="button" class="button" disabled=${!can} onClick=${() => resumeWriting()}>
+          ${isPaused ? "Resume" : "Continue"}</button>`}
+    <button id="one-step" type="button" class="button" disabled=${!can || isWriting} onClick=${writeOneToken}>Step</button>
+    <button id="stop" type="button" class="button" disabled=${!isWriting && !isPaused} onClick=${stopWriting}>Stop</button>
+  </div>`;
+}
+
+const SPEEDS = [0, 1, 2, 4, 8, 15, 30, 60, 120, null];
+
+function speedText(speed) {
+  if (speed === 0) return "step by step";
+  return speed === null ? "full speed" : `${speed} tokens/s`;
+}
+
+function Speed() {
+  useChanges("speed");
+  const place = SPEEDS.indexOf(state.speed);
+  return html`<label class="speed small folds" title="One token per key press (Space), a number of tokens a second, or full speed"><span class="visually-hidden">Speed</span>
+    <input id="speed" type="range" min="0" max=${SPEEDS.length - 1} step="1" value=${place < 0 ? SPEEDS.length - 1 : place}
+      aria-valuetext=${speedText(state.speed)} onInput=${(event) => setSpeed(SPEEDS[event.target.value])} />
+    <span class="quiet">${speedText(state.speed)}</span>
+  </label>`;
 }
 
 function Foot() {

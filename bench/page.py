@@ -1,0 +1,138 @@
+"""Speed of the web UI in Chromium: cold start, and frames while a text streams.
+
+    python bench/page.py                        # the default model
+    python bench/page.py --model qwen3-0.6b --tokens 2000
+
+Prints: seconds and kilobytes until Write is enabled in a new browser, and while `--tokens` tokens
+are written at full speed: the 95th percentile of the time between two frames, and long tasks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from typing import Any
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+_OBSERVE = """() => {
+    window.frames_ms = []; window.tasks_ms = [];
+    let last = performance.now();
+    const frame = (now) => {
+        frames_ms.push(now - last);
+        last = now;
+        requestAnimationFrame(frame);
+    };
+    requestAnimationFrame(frame);
+    new PerformanceObserver((list) => tasks_ms.push(...list.getEntries().map((e) => e.duration)))
+        .observe({ type: "longtask" });
+}"""
+_NO_EXAMPLE = "localStorage.setItem('unspool.visited', 'true')"
+
+
+def measure_cold(browser: Browser, url: str) -> tuple[float, float]:
+    """Seconds until Write is enabled, and kilobytes transferred by then."""
+    context = browser.new_context()
+    context.add_init_script(_NO_EXAMPLE)
+    page = context.new_page()
+    size = 0
+    session = context.new_cdp_session(page)
+    session.send("Network.enable")
+
+    def count(event: dict[str, Any]) -> None:
+        nonlocal size
+        size += event["encodedDataLength"]
+
+    session.on("Network.loadingFinished", count)
+    began = time.perf_counter()
+    page.goto(url, wait_until="commit")
+    page.locator("#write:enabled").wait_for()
+    seconds = time.perf_counter() - began
+    page.wait_for_load_state("networkidle")
+    context.close()
+    return seconds, size / 1000
+
+
+def measure_frames(page: Page, num_tokens: int) -> tuple[int, list[float], list[float]]:
+    """Write a text at full speed: tokens, milliseconds between frames, and long tasks."""
+    settings = f"{{ seed: 1, max_tokens: {num_tokens}, end: false }}"
+    page.evaluate(f"import('/page/code/actions.js').then((m) => m.updateSettings({settings}))")
+    page.evaluate(_OBSERVE)
+    page.locator("#prompt").fill("Tell me a long story about the sea.")
+    page.locator("#prompt").press("Enter")
+    page.locator("#pause").wait_for()
+    page.locator("#go-on").wait_for(timeout=900_000)
+    written = page.locator("#text .t:not(.prompt)").count()
+    frames, tasks = page.evaluate("[frames_ms, tasks_ms]")
+    return written, frames, tasks
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--port", type=int, default=8642)
+    given = parser.parse_args()
+    url = f"http://127.0.0.1:{given.port}/"
+    command = [
+        sys.executable,
+        "-m",
+        "unspool",
+        "serve",
+        "-m",
+        given.model,
+        "--port",
+        str(given.port),
+    ]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(url)
+        with sync_playwright() as playwright:
+            path = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+            arguments = ["--no-sandbox", "--disable-gpu"]
+            browser = playwright.chromium.launch(executable_path=path, args=arguments)
+            cold = [measure_cold(browser, url) for _ in range(3)]
+            seconds = " ".join(f"{value:.2f}" for value, _ in cold)
+            print(f"Write enabled after {seconds} s; {cold[0][1]:.0f} KB transferred")
+            context = browser.new_context(viewport={"width": 1440, "height": 900})
+            context.add_init_script(_NO_EXAMPLE)
+            page = context.new_page()
+            page.goto(url)
+            page.locator("#write:enabled").wait_for()
+            written, frames, tasks = measure_frames(page, given.tokens)
+            print(
+                f"{written} tokens: frames p50 {percentile(frames, 0.5):.0f} ms, p95 "
+                f"{percentile(frames, 0.95):.0f} ms, worst {max(frames):.0f} ms; "
+                f"{sum(task > 100 for task in tasks)} tasks over 100 ms, longest "
+                f"{max(tasks, default=0):.0f} ms"
+            )
+            browser.close()
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_for(url: str) -> None:
+    end = time.monotonic() + 300
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}v1/models").close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()
