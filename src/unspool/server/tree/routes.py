@@ -19,7 +19,7 @@ from unspool.server.dialects.chat_prompt import template_message
 from unspool.server.http.errors import bad_request
 from unspool.server.http.replies import JsonReply
 from unspool.server.runtime.state import Call, state_of
-from unspool.server.tree import edit, look, writing  # noqa: F401  they add endpoints to `router`
+from unspool.server.tree import edit, edit_text, look, writing  # noqa: F401  they add endpoints to `router`
 from unspool.server.tree.branch_json import branches_of, reply, router, summary
 from unspool.server.tree.branches import TreeBranch, fork_branch
 from unspool.server.tree.prompt import (
