@@ -109,8 +109,8 @@ def test_the_prompt_is_edited_and_the_answer_stays(tree, story, lm):
     assert edited["text"] == WORDS and edited["forked_at"] == 0
     check_scores(lm, edited)
     resumed = tree.do("resume", edited, max_tokens=4, temperature=0)
-    whole = lm.generate(all_ids(edited), max_tokens=4, temperature=0, end=False)
-    assert [s["token"] for s in resumed["steps"]][-4:] == whole.tokens
+    expected = lm.generate(all_ids(edited), max_tokens=4, temperature=0, end=False)
+    assert [s["token"] for s in resumed["steps"]][-4:] == expected.tokens
     across = tree.ask(
         "POST",
         f"/{story['id']}/edit",
@@ -150,15 +150,15 @@ def test_in_a_chat_the_template_stays(tree, chat, lm):
     model = [step["token"] for step in later["steps"] if not step["chosen"]]
     assert model == [step["token"] for step in chat["steps"] if not step["chosen"]]
     check_scores(lm, later)
-    # A span over template tokens changes the words on both sides.
+    # A span over template tokens changes the words on changed sides.
     first = next(n for n, text in enumerate(all_texts(chat)) if text == " sky") + 1
     position = len(chat["prompt"]["tokens"]) + chat["turns"][0]["content"][0] + 2
-    both = tree.ask(
+    changed = tree.ask(
         "POST", f"/{chat['id']}/edit", json={"first": first, "last": position, "text": "?"}
     )
-    assert both["prompt"]["messages"][0]["content"] == "You know the sky?"
-    assert both["prompt"]["messages"][1]["content"] == ""
-    assert len(both["turns"]) == 1
+    assert changed["prompt"]["messages"][0]["content"] == "You know the sky?"
+    assert changed["prompt"]["messages"][1]["content"] == ""
+    assert len(changed["turns"]) == 1
     template = turn["start"] + len(chat["prompt"]["tokens"]) + 1
     tree.ask(
         "POST",

@@ -45,7 +45,7 @@ class EditRequest(Strict):
     name: Name | None = None
 
 
-class ScoreRequest(Strict):
+class ScoreStepsRequest(Strict):
     """Which steps to score: all from the first without a score."""
 
     stream: bool = False
@@ -189,16 +189,18 @@ def _edit_messages(
             messages[number] = {**messages[number], "content": inserted}
             changed.append(number)
             continue
-        whole = "".join(pieces[begin:end])
-        core = content if content in whole else content.strip()
-        place = whole.find(core)
+        words_before = "".join(pieces[begin:end])
+        core = content if content in words_before else content.strip()
+        place = words_before.find(core)
         if place < 0:
             continue
         start = len("".join(pieces[begin : max(first, begin)]))
         stop = len("".join(pieces[begin : max(begin, min(last, end))]))
         # Tokens at the edges may have white space of the template too.
-        inserted = inserted.removeprefix(whole[start : max(start, place)])
-        inserted = inserted.removesuffix(whole[place + len(core) : max(stop, place + len(core))])
+        inserted = inserted.removeprefix(words_before[start : max(start, place)])
+        inserted = inserted.removesuffix(
+            words_before[place + len(core) : max(stop, place + len(core))]
+        )
         words = core[: max(0, start - place)] + inserted + core[max(0, stop - place) :]
         head, _, tail = content.partition(core)
         words = head + words + tail
@@ -234,7 +236,7 @@ def _change_steps(
             break
     if not changes:
         raise bad_request(
-            "tokens of the chat template cannot be edited; the span must contain words of a message",
+            "tokens of the chat template cannot be edited; the span must have words of a message",
             "first",
         )
     return changes
@@ -284,7 +286,7 @@ def _splice(
 
 
 @router.post("/{identity}/score", summary="Score the steps that have no score yet")
-async def score_steps(identity: str, body: ScoreRequest, request: Request) -> Response:
+async def score_steps(identity: str, body: ScoreStepsRequest, request: Request) -> Response:
     """With `stream`, event `scores` has `first` and the `logprob`, `rank` and `entropy` of steps
     from there on, in parts. If the branch changes meanwhile, the rest is not scored."""
     branch = branches_of(request).get(identity)

@@ -10,9 +10,9 @@ _REACH = 64  # tokens on each side that are encoded with the new text
 
 
 def splice_tokens(
-    left: Sequence[int],
+    left_ids: Sequence[int],
     text: str,
-    right: Sequence[int],
+    right_ids: Sequence[int],
     encode: Callable[[str, bool], list[int]],
     token_bytes: Callable[[int], bytes],
     *,
@@ -27,32 +27,32 @@ def splice_tokens(
     Args:
         left: The tokens before the text, from the start of a run of ordinary text.
         text: The new text; may be empty.
-        right: The tokens after it, to the end of the run.
+        right_ids: The tokens after it, to the end of the run.
         encode: Encodes a text; the second argument is whether it starts the run.
         token_bytes: The bytes of a token.
-        canonical: The whole run gets the tokens of encoding it as one text.
+        canonical: The run gets the tokens of encoding it as one text.
 
     Returns:
-        (number of `left` tokens that stay, the new tokens, number of `right` tokens that stay).
+        (number of `left_ids` that stay, the new tokens, number of `right_ids` that stay).
     """
-    first = 0 if canonical else max(0, len(left) - _REACH)
-    last = len(right) if canonical else min(len(right), _REACH)
-    before = [token_bytes(token) for token in left[first:]]
-    after = [token_bytes(token) for token in right[:last]]
+    first = 0 if canonical else max(0, len(left_ids) - _REACH)
+    last = len(right_ids) if canonical else min(len(right_ids), _REACH)
+    before = [token_bytes(token) for token in left_ids[first:]]
+    after = [token_bytes(token) for token in right_ids[:last]]
     while before and _starts_inside_character(before[0]):  # so that the bytes are a text
         first, before = first + 1, before[1:]
     prefix, suffix = b"".join(before), b"".join(after)
     data = text.encode("utf-8", "surrogatepass")
     try:
-        whole = (prefix + data + suffix).decode()
+        joined = (prefix + data + suffix).decode()
     except UnicodeDecodeError:  # tokens that are no text: encode the new text alone
-        return len(left), encode(text, not left) if text else [], len(right)
-    ids, edges = _encode_edges(whole, first == 0, encode, token_bytes)
+        return len(left_ids), encode(text, not left_ids) if text else [], len(right_ids)
+    ids, edges = _encode_edges(joined, first == 0, encode, token_bytes)
     if edges is None:  # the tokenizer normalizes the text
-        return len(left), encode(text, not left) if text else [], len(right)
+        return len(left_ids), encode(text, not left_ids) if text else [], len(right_ids)
     if canonical:
-        num_left = _num_common(left, ids)
-        num_right = _num_common(right[::-1], ids[num_left:][::-1])
+        num_left = _num_common(left_ids, ids)
+        num_right = _num_common(right_ids[::-1], ids[num_left:][::-1])
         return num_left, ids[num_left : len(ids) - num_right], num_right
     left_ends = [0, *accumulate(map(len, before))]
     num_left = next(n for n in range(len(before), -1, -1) if _has(edges, left_ends[n]))
@@ -61,7 +61,7 @@ def splice_tokens(
     right_starts = [right_start, *(right_start + end for end in accumulate(map(len, after)))]
     num_dropped = next(n for n, at in enumerate(right_starts) if _has(edges, at))
     new = ids[bisect_left(edges, start) : bisect_left(edges, right_starts[num_dropped])]
-    return first + num_left, new, len(right) - num_dropped
+    return first + num_left, new, len(right_ids) - num_dropped
 
 
 def _starts_inside_character(data: bytes) -> bool:
@@ -94,9 +94,9 @@ def _has(edges: Sequence[int], at: int) -> bool:
     return index < len(edges) and edges[index] == at
 
 
-def _num_common(left: Sequence[int], right: Sequence[int]) -> int:
+def _num_common(first_ids: Sequence[int], second_ids: Sequence[int]) -> int:
     count = 0
-    for a, b in zip(left, right, strict=False):
+    for a, b in zip(first_ids, second_ids, strict=False):
         if a != b:
             break
         count += 1
