@@ -21,7 +21,6 @@ async function replaceSpans(branch, changes, { label, after = () => {}, before =
     fork = adopt(await api.post(`/v1/tree/${branch.id}/replace`, { changes: spans }));
     fork.runs = [...branch.runs];
     fork.remaining = null;
-    fork.unchanged = unchangedSteps(branch, fork, spans);
     setCurrent(fork.id);
     after(fork);
     pushUndo({
@@ -32,32 +31,6 @@ async function replaceSpans(branch, changes, { label, after = () => {}, before =
   });
   changed("revision");
   return fork;
-}
-
-/** Steps of the fork that the edits did not touch: they are not marked as chosen. */
-function unchangedSteps(branch, fork, changes) {
-  const spans = []; // new text, as character ranges
-  const chosenAt = new Set(); // character offsets of tokens that the user had chosen before
-  const sorted = [...changes].sort((a, b) => a.first - b.first);
-  let [at, next] = [0, 0];
-  branch.steps.forEach((step, number) => {
-    if (sorted[next]?.first === number) {
-      spans.push([at, at + sorted[next].text.length]);
-      at += sorted[next].text.length;
-    }
-    const isGone = sorted[next] && number >= sorted[next].first;
-    if (!isGone && step.chosen && !branch.unchanged?.has(number)) chosenAt.add(at);
-    if (!isGone) at += step.text.length;
-    if (sorted[next]?.last === number + 1) next += 1;
-  });
-  const unchanged = new Set();
-  at = 0;
-  fork.steps.forEach((step, number) => {
-    const end = at + step.text.length;
-    if (!spans.some(([start, stop]) => at < stop && end > start) && !chosenAt.has(at)) unchanged.add(number);
-    at = end;
-  });
-  return unchanged;
 }
 
 const clearRevision = () => {

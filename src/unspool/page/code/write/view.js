@@ -136,7 +136,7 @@ export function WriteView() {
 function Text() {
   useChanges("comparing");
   if (state.comparing) return html`<${Lazy} file="./map/side_by_side.js" name="SideBySide" />`;
-  return html`<${Pane} />`;
+  return html`<${Pane} /><${Lazy} file="./write/edit_bar.js" name="EditBar" quiet />`;
 }
 
 /** The current text; every token can be selected. */
