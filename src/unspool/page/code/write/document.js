@@ -37,7 +37,7 @@ export function isTemplate(branch, at) {
     start <= step && step < end && !(content && content[0] <= step && step < content[1])));
 }
 
-const isControl = (token) => token.text === "" && /^<.*>$/.test(token.piece ?? "");
+export const isControl = (token) => token.text === "" && /^<.*>$/.test(token.piece ?? "");
 
 /** The text of the tokens from `first` to before `last`, without those of the chat template; turns are paragraphs. */
 export function readableText(branch, first, last) {
@@ -651,4 +651,30 @@ export async function replaceSteps(branch, first, last, text) {
   const shift = promptLength(branch);
   newDraft(branch, { first: shift + first, last: shift + last, head: "", tail: "" }, text);
   await commit();
+}
+
+/**
+ * Give the tokens from `first` to before `last` a new text, without the pane; tokens at both ends that stay are left
+ * out. Returns the new branch, or null. `after`: "keep" or "drop" the text after it.
+ */
+export async function editRange(base, first, last, text, after = "keep") {
+  let [from, to, words] = [first, last, text];
+  while (from < to && tokenOf(base, from).text && words.startsWith(tokenOf(base, from).text)) {
+    words = words.slice(tokenOf(base, from).text.length);
+    from += 1;
+  }
+  while (to > from && tokenOf(base, to - 1).text && words.endsWith(tokenOf(base, to - 1).text)) {
+    words = words.slice(0, words.length - tokenOf(base, to - 1).text.length);
+    to -= 1;
+  }
+  if (from === to && !words && after === "keep") return base;
+  let branch = null;
+  const goes = await attempt(async () => {
+    const body = { first: from, last: to, text: words, after, score: false };
+    branch = adoptEdit(base, await api.post(`/v1/tree/${base.id}/edit`, body));
+    setCurrent(branch.id);
+    pushUndo({ label: `edit “${shorten(text)}”`, undo: () => jump(base.id), redo: () => jump(branch.id) });
+  });
+  if (goes && after === "keep" && state.afterEdit !== "keep") scoreBranch(branch);
+  return goes ? branch : null;
 }
