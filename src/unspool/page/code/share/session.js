@@ -513,7 +513,7 @@ export async function showSession(session, results) {
   changed("mode", "tint", "draft", "system", "panel", "view", "branches");
   const currentId = ids.get(session.current) ?? [...ids.values()].at(-1) ?? null;
   await jump(currentId, selected);
-  pushUndo({ label: "load a session", undo: () => jump(before), redo: () => jump(currentId, selected) });
+  pushUndo({ label: "load a session", before: { id: before, length: null }, after: { id: currentId, length: null, selected } });
 }
 
 /** A branch of the file in the form of a server response. */

@@ -1,10 +1,11 @@
 // Generating at the cursor: continue there, and continuations as ghost text to step through and accept.
 
-import { attempt, CANDIDATES, jump, pauseWriting, pushUndo, resumeWriting, setCurrent } from "../actions.js";
+import { attempt, CANDIDATES, pauseWriting, pushUndo, resumeWriting, setCurrent } from "../actions.js";
 import { api } from "../api.js";
 import { requestSettings } from "../settings.js";
 import { adopt, changed, currentBranch, promptLength, state, textLength } from "../state.js";
 import { caretPosition, commit, placeAt, typeText } from "./document.js";
+import { placeOf } from "./history.js";
 
 const NUM_GHOSTS = 3;
 const GHOST_TOKENS = 32;
@@ -42,7 +43,7 @@ export async function continueHere() {
   const goes = await attempt(async () => {
     const fork = adopt(await cutAt(branch, place));
     setCurrent(fork.id);
-    pushUndo({ label: "continue here", undo: () => jump(branch.id), redo: () => jump(fork.id) });
+    pushUndo({ label: "continue here", before: placeOf(branch), after: { id: fork.id, length: null } });
   });
   if (goes) await resumeWriting();
 }
@@ -56,7 +57,7 @@ export async function regenerate(first) {
     const fork = adopt(await api.post(`/v1/tree/${branch.id}/fork`, { at: first }));
     fork.remaining = null;
     setCurrent(fork.id);
-    pushUndo({ label: "regenerate", undo: () => jump(branch.id), redo: () => jump(fork.id) });
+    pushUndo({ label: "regenerate", before: placeOf(branch), after: { id: fork.id, length: null } });
     // The same seed would write the same words: another sample of it. Later tokens keep it.
     const sample = 1 + Math.max(...[...state.branches.values()].map(({ settings }) => settings?.sample ?? 0));
     adopt(await api.post(`/v1/tree/${fork.id}/resume`, { ...requestSettings(), max_tokens: 1, sample, top: CANDIDATES }));

@@ -4,10 +4,11 @@
 // the server tokenizes what changed, in a new branch, and then scores what follows. A draft that cannot be sent stays
 // on the page and in the browser's storage, and is sent when the server answers again.
 
-import { attempt, jump, pauseWriting, pushUndo, redo, setCurrent, shorten, undo } from "../actions.js";
+import { attempt, pauseWriting, pushUndo, redo, setCurrent, shorten, undo } from "../actions.js";
 import { api } from "../api.js";
-import { storage } from "../lib.js";
+import { isNarrow, storage } from "../lib.js";
 import { adopt, changed, currentBranch, on, promptLength, state, textLength } from "../state.js";
+import { placeOf } from "./history.js";
 import { endGhosts, hasGhosts, onGhostKey } from "./cursor.js";
 
 const PAUSE_MS = 600; // without typing, before a draft is sent
@@ -366,7 +367,7 @@ function showEdited(base, branch, { start, text, isSame }) {
   if (isSame) session.end = Math.max(session.end, start + text.length);
   else {
     session = { branch: branch.id, before: base.id, start, end: start + text.length };
-    pushUndo({ label: `edit “${shorten(text) || "deleted words"}”`, undo: () => jump(base.id), redo: () => jump(branch.id) });
+    pushUndo({ label: text ? `edit “${shorten(text)}”` : "delete words", before: placeOf(base), after: { id: branch.id, length: null } });
   }
   if (state.current !== base.id && state.current !== branch.id) return; // another text is shown meanwhile
   setCurrent(branch.id);
@@ -411,11 +412,14 @@ export async function rewriteAfterEdit(resume) {
   scoring?.abort();
   const { at, offset } = pointAtCharacter(branch, session.end);
   const position = offset > 0 ? at + 1 : at;
-  await attempt(async () => adopt(await api.post(`/v1/tree/${branch.id}/rewind`, { to: afterTurn(branch, position) })));
   session = null;
-  setCurrent(branch.id);
+  const goes = await attempt(async () => {
+    const fork = adopt(await api.post(`/v1/tree/${branch.id}/fork`, { at: afterTurn(branch, position) }));
+    setCurrent(fork.id);
+    pushUndo({ label: "rewrite", before: placeOf(branch), after: { id: fork.id, length: null } });
+  });
   changed("draft-edit");
-  await resume();
+  if (goes) await resume();
 }
 
 /** The number of steps up to a position, with the end of the turn it is in. */
@@ -552,9 +556,12 @@ function onKey(event) {
   if (hasGhosts() && onGhostKey(event)) return;
   const isCommand = event.ctrlKey || event.metaKey;
   if (event.key === "Escape") {
+    const isTyping = draft !== null;
     commit();
     pane.box.focus({ preventScroll: true });
     event.stopPropagation();
+    // Nothing was typed: it clears the selection, as it does outside of the text.
+    if (!isTyping) pane.box.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape", bubbles: true }));
   } else if (isCommand && event.key.toLowerCase() === "z") {
     if (event.shiftKey) redo();
     else if (draft && !draft.isSending) discardDraft();
@@ -563,8 +570,8 @@ function onKey(event) {
   event.preventDefault();
 }
 
-/** Whether a click puts a caret in the text. With a finger it selects a token, and `Edit` starts editing. */
-const isTouch = () => matchMedia("(pointer: coarse)").matches;
+/** Whether a click only selects a token, as with a finger or on a narrow screen; there, `Edit` starts editing. */
+export const needsEditButton = () => isNarrow() || matchMedia("(pointer: coarse)").matches;
 
 export function canEdit() {
   const branch = currentBranch();
@@ -574,7 +581,7 @@ export function canEdit() {
 function updateEditable() {
   if (!pane) return;
   const { body } = pane;
-  const editable = canEdit() && (!isTouch() || state.editing);
+  const editable = canEdit() && (!needsEditButton() || state.editing);
   if (body.isContentEditable === editable) return;
   if (editable) body.setAttribute("contenteditable", "plaintext-only");
   else body.removeAttribute("contenteditable");
@@ -673,7 +680,7 @@ export async function editRange(base, first, last, text, after = "keep") {
     const body = { first: from, last: to, text: words, after, score: false };
     branch = adoptEdit(base, await api.post(`/v1/tree/${base.id}/edit`, body));
     setCurrent(branch.id);
-    pushUndo({ label: `edit “${shorten(text)}”`, undo: () => jump(base.id), redo: () => jump(branch.id) });
+    pushUndo({ label: `edit “${shorten(text)}”`, before: placeOf(base), after: { id: branch.id, length: null } });
   });
   if (goes && after === "keep" && state.afterEdit !== "keep") scoreBranch(branch);
   return goes ? branch : null;

@@ -4,7 +4,7 @@ import { resumeWriting } from "../actions.js";
 import { html, storage, useChanges, useEffect } from "../lib.js";
 import { changed, currentBranch, state } from "../state.js";
 import { acceptGhost, continueHere, endGhosts, hasGhosts, stepGhost, suggest } from "./cursor.js";
-import { canEdit, draftStatus, forgetEdit, rewriteAfterEdit, scoreBranch, startEditing } from "./document.js";
+import { canEdit, draftStatus, forgetEdit, needsEditButton, rewriteAfterEdit, scoreBranch, startEditing } from "./document.js";
 
 state.afterEdit = storage.get("afterEdit", "rescore");
 
@@ -44,14 +44,13 @@ function Action({ id, title, act, children }) {
 }
 
 function CaretButtons() {
-  const isTouch = matchMedia("(pointer: coarse)").matches;
   const toggle = () => {
     if (!state.editing) return startEditing();
     state.editing = false;
     changed("steps", "draft-edit");
     return document.activeElement.blur();
   };
-  return html`${isTouch && html`<button type="button" class="button tiny" id="edit" aria-pressed=${state.editing} disabled=${!canEdit()}
+  return html`${needsEditButton() && html`<button type="button" class="button tiny" id="edit" aria-pressed=${state.editing} disabled=${!canEdit()}
       onClick=${toggle}>Edit</button>`}
     <${Action} id="continue-here" title="Generate from the caret; the text after it stays in another branch (Ctrl+Enter)" act=${continueHere}>Continue here<//>
     <${Action} id="suggest" title="Show continuations at the caret, to step through and accept (Ctrl+Space)" act=${suggest}>Suggest<//>`;

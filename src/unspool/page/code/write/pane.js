@@ -279,6 +279,7 @@ function append(branch, at, token, isPrompt) {
   styleToken(span, branch, at, token, isPrompt);
   if (span.textContent.includes("⟨") && token.text?.startsWith("\ufffd")) showBytes(at);
   joinCluster(span, at);
+  if (JOINED_SCRIPT.test(span.textContent)) hideParts(at);
   if (isWord(span.textContent, rendered.line.lastChild?.textContent)) span.classList.add("word");
   rendered.line.append(span);
   countReasoning(span, token);
@@ -297,6 +298,13 @@ function showBytes(before) {
 
 const EXTENDS = /^[\p{M}\p{Emoji_Modifier}\u200d\ufe0f\u{1f1e6}-\u{1f1ff}]/u;
 const clusters = new Intl.Segmenter(undefined, { granularity: "grapheme" });
+
+const JOINED_SCRIPT = /^[\p{Script=Arabic}\p{Script=Syriac}\p{Script=Mongolian}\p{Script=Nko}]/u;
+
+/** Between joined letters, the first token of a letter has no mark: it would cut the word in two. */
+function hideParts(before) {
+  for (let at = before - 1; rendered.spans[at]?.classList.contains("part"); at -= 1) rendered.spans[at].textContent = "\u200d";
+}
 
 /** Draw a character that several tokens make (a family of emoji, a flag, an accent) in one piece, in its last token. */
 function joinCluster(span, at) {

@@ -1,12 +1,13 @@
 // Rewriting a selected span, and proposed edits of a whole text. Every edit makes a new branch; the old text stays.
 
-import { attempt, clearFault, jump, pauseWriting, pushUndo, setCurrent, setFault, shorten } from "../actions.js";
+import { attempt, clearFault, pauseWriting, pushUndo, setCurrent, setFault, shorten } from "../actions.js";
 import { api } from "../api.js";
 import {
   clamp, html, nats, percent, plural, useChanges, useEffect, useLayoutEffect, useRef, useState,
 } from "../lib.js";
 import { adopt, changed, currentBranch, promptLength, state } from "../state.js";
 import { clearSpan } from "./edits.js";
+import { placeOf } from "./history.js";
 import { tokenBox } from "./pane.js";
 
 /**
@@ -25,8 +26,10 @@ async function replaceSpans(branch, changes, { label, after = () => {}, before =
     after(fork);
     pushUndo({
       label,
-      undo: async () => { await jump(branch.id); before(); changed("revision"); },
-      redo: async () => { await jump(fork.id); after(fork); changed("revision"); },
+      before: placeOf(branch),
+      after: { id: fork.id, length: null },
+      onUndo: () => { before(); changed("revision"); },
+      onRedo: () => { after(fork); changed("revision"); },
     });
   });
   changed("revision");
