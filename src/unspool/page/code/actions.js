@@ -105,13 +105,13 @@ export async function writePrompt() {
   });
 }
 
-/** Resume the current branch, for `n` tokens or the default number. */
-export async function resumeWriting({ n = null } = {}) {
+/** Resume the current branch, for `n` tokens or the default number; `isPart`: of an action that undo has already. */
+export async function resumeWriting({ n = null, isPart = false } = {}) {
   const branch = currentBranch();
   if (!branch || state.writing) return;
   const from = branch.steps.length;
   await attempt(() => streamInto(branch, n));
-  pushGeneration(branch, from);
+  if (!isPart) pushGeneration(branch, from);
 }
 
 export const writeOneToken = () => resumeWriting({ n: 1 });

@@ -45,7 +45,7 @@ export async function continueHere() {
     setCurrent(fork.id);
     pushUndo({ label: "continue here", before: placeOf(branch), after: { id: fork.id, length: null } });
   });
-  if (goes) await resumeWriting();
+  if (goes) await resumeWriting({ isPart: true });
 }
 
 /** Write a turn of the model again: `first` is its first step. */
@@ -62,7 +62,7 @@ export async function regenerate(first) {
     const sample = 1 + Math.max(...[...state.branches.values()].map(({ settings }) => settings?.sample ?? 0));
     adopt(await api.post(`/v1/tree/${fork.id}/resume`, { ...requestSettings(), max_tokens: 1, sample, top: CANDIDATES }));
   });
-  if (goes) await resumeWriting();
+  if (goes) await resumeWriting({ isPart: true });
 }
 
 // -- ghosts -------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 
 import { attempt, pauseWriting, pushUndo, redo, setCurrent, shorten, undo } from "../actions.js";
 import { api } from "../api.js";
-import { isNarrow, storage } from "../lib.js";
+import { clamp, isNarrow, storage } from "../lib.js";
 import { adopt, changed, currentBranch, on, promptLength, state, textLength } from "../state.js";
 import { placeOf } from "./history.js";
 import { endGhosts, hasGhosts, onGhostKey } from "./cursor.js";
@@ -210,9 +210,11 @@ async function applyInput(from, to, text) {
       const [start, end] = marks.map((character) => pointAtCharacter(now, character));
       newDraft(now, tokenRange(now, start, end), text);
     } else {
+      const marks = [characterOf(branch, from), characterOf(branch, to)];
       include(branch, from);
       include(branch, to);
-      const [start, end] = [offsetInDraft(branch, from), offsetInDraft(branch, to)];
+      const shift = textBetween(branch, 0, draft.first).length;
+      const [start, end] = marks.map((character) => clamp(character - shift, 0, draft.text.length));
       draft.text = draft.text.slice(0, start) + text + draft.text.slice(end);
       draft.caret = start + text.length;
       draft.span.textContent = draft.text;
@@ -252,14 +254,6 @@ function include(branch, point) {
   }
 }
 
-function offsetInDraft(branch, point) {
-  if (point.draft) return point.offset;
-  const start = textBetween(branch, 0, draft.first).length;
-  if (point.at < draft.first) return 0;
-  if (point.at >= draft.last) return draft.text.length;
-  return textBetween(branch, 0, point.at).length + point.offset - start;
-}
-
 // -- sending ------------------------------------------------------------------------------------------
 
 const savedDrafts = () => storage.get(DRAFTS, {});
@@ -296,8 +290,9 @@ export async function commit() {
   if (!draft) return true;
   if (draft.isSending) return draft.sent;
   if (isComposing) return false;
-  draft.sent = send();
-  return draft.sent;
+  const current = draft;
+  current.sent = send();
+  return current.sent;
 }
 
 async function send() {
@@ -419,7 +414,7 @@ export async function rewriteAfterEdit(resume) {
     pushUndo({ label: "rewrite", before: placeOf(branch), after: { id: fork.id, length: null } });
   });
   changed("draft-edit");
-  if (goes) await resume();
+  if (goes) await resume({ isPart: true });
 }
 
 /** The number of steps up to a position, with the end of the turn it is in. */
@@ -476,59 +471,85 @@ const isEmpty = (from, to) => {
 
 const clusters = new Intl.Segmenter(undefined, { granularity: "grapheme" });
 
-/** The character before or after a point, as two points: one that several code points make is one. */
+/** The character before or after a point, as two points: one that several code points, or tokens, make is one. */
 function neighbor(point, isForward) {
   const branch = currentBranch();
-  if (point.draft) {
-    const text = isForward ? draft.text.slice(point.offset) : draft.text.slice(0, point.offset);
-    if (text) {
-      const size = clusterSize(text, isForward);
-      const other = { draft: true, offset: point.offset + (isForward ? size : -size) };
-      return isForward ? [point, other] : [other, point];
-    }
-  }
   const length = textLength(branch);
-  let at = point.draft ? (isForward ? draft.last : draft.first - 1) : point.at;
-  let offset = point.draft ? (isForward ? 0 : tokenOf(branch, at)?.text.length ?? 0) : point.offset;
-  const step = isForward ? 1 : -1;
-  for (; at >= 0 && at < length; at += step, offset = isForward ? 0 : tokenOf(branch, at)?.text.length ?? 0) {
-    if (isTemplate(branch, at)) return []; // the edge of a turn
-    const { text } = tokenOf(branch, at);
-    const part = isForward ? text.slice(offset) : text.slice(0, offset);
-    if (!part) continue;
-    const size = clusterSize(part, isForward);
-    const other = { at, offset: offset + (isForward ? size : -size) };
-    return isForward ? [{ at, offset }, other] : [other, { at, offset }];
-  }
-  return [];
+  const text = draft
+    ? textBetween(branch, 0, draft.first) + draft.text + textBetween(branch, draft.last, length) : textBetween(branch, 0, length);
+  const here = draft ? characterOf(branch, point) : textBetween(branch, 0, point.at).length + point.offset;
+  const part = isForward ? text.slice(here, here + 64) : text.slice(Math.max(0, here - 64), here);
+  if (!part) return [];
+  const all = [...clusters.segment(part)];
+  const size = (isForward ? all[0] : all.at(-1)).segment.length;
+  const points = (isForward ? [here, here + size] : [here - size, here]).map((character) => pointInText(branch, character));
+  const outer = points[isForward ? 1 : 0];
+  const at = outer.draft || isForward || outer.offset < tokenOf(branch, outer.at).text.length ? outer.at : outer.at + 1;
+  return outer.draft || !isTemplate(branch, at) ? points : []; // the edge of a turn
 }
 
-function clusterSize(text, isForward) {
-  const all = [...clusters.segment(isForward ? text.slice(0, 64) : text.slice(-64))];
-  return (isForward ? all[0] : all.at(-1)).segment.length;
+/** The point of a character, with the draft in place. */
+function pointInText(branch, character) {
+  if (!draft) return pointAtCharacter(branch, character);
+  const start = textBetween(branch, 0, draft.first).length;
+  if (character < start) return pointAtCharacter(branch, character);
+  if (character <= start + draft.text.length) return { draft: true, offset: character - start };
+  const replaced = textBetween(branch, draft.first, draft.last).length;
+  return pointAtCharacter(branch, character - draft.text.length + replaced);
 }
 
-/** An input method starts: it changes the text node itself, so the draft has to be there. */
+/** An input method starts: until its end the browser changes the text itself. */
 function onCompositionStart() {
   const points = selectedPoints();
-  const branch = currentBranch();
-  if (!points || !branch) return;
-  if (!draft || !points.from.draft) {
-    if (draft) return; // beside a draft: the browser's change is read at the end
-    newDraft(branch, tokenRange(branch, points.from, points.to), "");
-    placeCaret(draft.span, draft.caret);
-  }
+  if (points && !points.isCollapsed) applyInput(points.from, points.to, "");
   isComposing = true;
   clearTimeout(timer);
 }
 
+/** What it changed, a token, the draft or a place between them, becomes the draft. */
 function onCompositionEnd() {
   isComposing = false;
-  if (!draft) return;
-  const selection = document.getSelection();
-  draft.text = clean(draft.span.textContent);
-  draft.caret = draft.span.contains(selection.anchorNode) ? selection.anchorOffset : draft.text.length;
+  const branch = currentBranch();
+  const { anchorNode, anchorOffset } = document.getSelection();
+  if (!branch || !pane.body.contains(anchorNode)) return;
+  const element = anchorNode.nodeType === Node.TEXT_NODE ? anchorNode.parentElement : anchorNode;
+  const span = element.closest(".draft, .t");
+  const text = clean(span ? span.textContent : anchorNode.textContent);
+  if (draft && span !== draft.span) return discardStray(span, anchorNode);
+  if (draft) draft.text = text;
+  else if (span) {
+    const at = Number(span.dataset.at);
+    newDraft(branch, { first: at, last: at + 1, head: "", tail: "" }, text);
+  } else {
+    const before = anchorNode.previousSibling?.dataset?.at;
+    const next = anchorNode.nextSibling?.dataset?.at;
+    const at = before !== undefined ? Number(before) + 1 : Number(next ?? textLength(branch));
+    anchorNode.remove();
+    newDraft(branch, { first: at, last: at, head: "", tail: "" }, text);
+  }
+  draft.caret = Math.min(anchorOffset, draft.text.length);
+  placeCaret(draft.span, draft.caret);
   touched();
+}
+
+/** Beside a draft that is not sent: the words become part of it, at its nearer end. */
+function discardStray(span, node) {
+  const original = span ? pane.tokens[Number(span.dataset.at)].text : "";
+  const words = span ? differing(original, span.textContent) : node.textContent;
+  if (span) span.textContent = original;
+  else node.remove();
+  draft.text += clean(words);
+  draft.span.textContent = draft.text;
+  draft.caret = draft.text.length;
+  placeCaret(draft.span, draft.caret);
+  touched();
+}
+
+/** What was inserted into a text. */
+function differing(before, after) {
+  let start = 0;
+  while (start < before.length && before[start] === after[start]) start += 1;
+  return after.slice(start, after.length - (before.length - start));
 }
 
 function onCopy(event) {
@@ -633,9 +654,11 @@ export function mountDocument(mounted) {
   const onServer = () => { if (state.server.ready && draft?.fails) commit(); };
   const leave = [
     on("current", onCurrent), on("writing", () => { updateEditable(); if (state.writing) forgetEdit(); }), on("steps", updateEditable),
-    on("server", onServer), () => document.removeEventListener("selectionchange", onSelectionChange), () => { commit(); scoring?.abort(); pane = null; },
+    on("server", onServer), 
+    () => document.removeEventListener("selectionchange", onSelectionChange), () => removeEventListener("resize", updateEditable), () => { commit(); scoring?.abort(); pane = null; },
   ];
   document.addEventListener("selectionchange", onSelectionChange);
+  addEventListener("resize", updateEditable);
   updateEditable();
   restoreDraft();
   return () => leave.forEach((stop) => stop());

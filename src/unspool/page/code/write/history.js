@@ -9,6 +9,7 @@ import { api } from "../api.js";
 import { adopt, changed, state } from "../state.js";
 
 const MAX_ENTRIES = 200;
+const GENERATE = "generate";
 
 let done = [];
 let undone = [];
@@ -26,13 +27,13 @@ export function pushUndo(entry) {
 export function pushGeneration(branch, from) {
   const last = done.at(-1);
   if (branch.steps.length <= from) return;
-  if (last && last.after?.id === branch.id && (last.after.length ?? from) === from) {
+  if (last?.label === GENERATE && last.after.id === branch.id && (last.after.length ?? from) === from) {
     last.after.length = branch.steps.length;
     undone = [];
     changed("history");
     return;
   }
-  pushUndo({ label: "generate", before: { id: branch.id, length: from }, after: { id: branch.id, length: branch.steps.length } });
+  pushUndo({ label: GENERATE, before: { id: branch.id, length: from }, after: { id: branch.id, length: branch.steps.length } });
 }
 
 /** Where the text is now. */

@@ -84,10 +84,21 @@ function mountReader(box) {
     draw();
   };
   const leave = [on("steps", draw), on("current", draw), on("writing", onWriting)];
+  // Kept, because a press on a button ends the selection.
+  let selected = null;
+  const onSelection = () => {
+    const selection = document.getSelection();
+    const range = selection.rangeCount ? selection.getRangeAt(0) : null;
+    if (range && !range.collapsed && box.contains(range.commonAncestorContainer)) selected = range.cloneRange();
+  };
+  const forgetSelection = () => { selected = null; };
+  document.addEventListener("selectionchange", onSelection);
+  box.addEventListener("pointerdown", forgetSelection);
   draw();
   showSelected(articles);
   return () => {
-    keepPlace(articles);
+    document.removeEventListener("selectionchange", onSelection);
+    if (selected) keepPlace(articles, selected);
     leave.forEach((stop) => stop());
     box.removeEventListener("scroll", scrolled);
   };
@@ -139,7 +150,7 @@ function newArticle(box, role) {
       const branch = await editRange(currentBranch(), turn.first, turn.last, words, after);
       if (!branch) return; // the words stay in the form
       stopEditing();
-      if (after === "drop") await resumeWriting();
+      if (after === "drop") await resumeWriting({ isPart: true });
     };
     form = editForm(turn, save, () => { stopEditing(); edit.focus(); });
     body.hidden = true;
@@ -240,14 +251,12 @@ function findText(box, words, occurrence) {
 }
 
 /** Select the tokens of the words that are selected here. */
-function keepPlace(articles) {
+function keepPlace(articles, range) {
   const branch = currentBranch();
-  const selection = document.getSelection();
-  if (!branch || selection.isCollapsed || !selection.rangeCount) return;
-  const range = selection.getRangeAt(0);
+  if (!branch) return;
   const article = articles.find(({ body }) => body.contains(range.startContainer));
   if (!article || article.turn.first === null) return;
-  const words = selection.toString().split("\n")[0].trim();
+  const words = range.toString().split("\n")[0].trim();
   const lead = document.createRange();
   lead.setStart(article.body, 0);
   lead.setEnd(range.startContainer, range.startOffset);

@@ -141,7 +141,7 @@ export function ReadSwitch() {
     state.reading = reading;
     changed("reading");
   };
-  return html`<div class="segments" role="group" aria-label="Show the text">
+  return html`<div class="segments folds" role="group" aria-label="Show the text">
     <button type="button" id="read" aria-pressed=${state.reading} onClick=${set(true)} title="Turns with Markdown rendered">Read</button>
     <button type="button" id="tokens" aria-pressed=${!state.reading} onClick=${set(false)} title="Token by token, to edit">Tokens</button></div>`;
 }
