@@ -27,7 +27,8 @@ def story(page: Page) -> Page:
 def put_caret(page: Page, words: str) -> None:
     """After these words, which are in one token."""
     code = """(words) => {
-        const token = [...document.querySelectorAll("#text .t")].find((t) => t.textContent.endsWith(words));
+        const all = [...document.querySelectorAll("#text .t")];
+        const token = all.find((t) => t.textContent.endsWith(words));
         token.closest(".tokens").focus();
         document.getSelection().collapse(token.firstChild, token.textContent.length);
     }"""
