@@ -5,7 +5,7 @@ import { requestSettings } from "./settings.js";
 import { adopt, changed, currentBranch, on, promptLength, reparent, state } from "./state.js";
 import { placeOf, pushGeneration, pushUndo } from "./write/history.js";
 
-export { canRedo, canUndo, pushUndo, redo, redoLabel, undo, undoLabel } from "./write/history.js";
+export { canRedo, canUndo, forgetHistory, pushUndo, redo, redoLabel, undo, undoLabel } from "./write/history.js";
 
 export const CANDIDATES = 12; // sent with each step; the step panel can request more
 const DEFAULT_MAX_TOKENS = 200;

@@ -4,7 +4,7 @@
 // the server tokenizes what changed, in a new branch, and then scores what follows. A draft that cannot be sent stays
 // on the page and in the browser's storage, and is sent when the server answers again.
 
-import { attempt, pauseWriting, pushUndo, redo, setCurrent, shorten, undo } from "../actions.js";
+import { attempt, pushUndo, redo, setCurrent, shorten, undo } from "../actions.js";
 import { api } from "../api.js";
 import { clamp, isNarrow, storage } from "../lib.js";
 import { adopt, changed, currentBranch, on, promptLength, state, textLength } from "../state.js";
@@ -12,6 +12,7 @@ import { placeOf } from "./history.js";
 import { endGhosts, hasGhosts, onGhostKey } from "./cursor.js";
 
 const PAUSE_MS = 600; // without typing, before a draft is sent
+const MAX_DRAFTS = 20;
 const DRAFTS = "drafts"; // in the storage: drafts that were not sent, by branch
 
 let pane = null; // what pane.js gives: {box, body, spans, tokens}
@@ -260,7 +261,8 @@ const savedDrafts = () => storage.get(DRAFTS, {});
 
 function saveDraft() {
   const { branch, first, last, text } = draft;
-  storage.set(DRAFTS, { ...savedDrafts(), [branch]: { first, last, text } });
+  const others = Object.entries(savedDrafts()).filter(([id]) => id !== branch).slice(1 - MAX_DRAFTS);
+  storage.set(DRAFTS, Object.fromEntries([...others, [branch, { first, last, text }]]));
 }
 
 function forgetDraft(branch) {
@@ -280,9 +282,7 @@ export function restoreDraft() {
   touched();
 }
 
-export const draftStatus = () => (draft ? (draft.fails ? "unsent" : draft.isSending ? "sending" : "typing") : session ? "edited" : null);
-export const lastEdit = () => session;
-export const hasDraft = () => draft !== null;
+export const draftStatus = () => (draft ? draft.fails || (draft.isSending ? "sending" : "typing") : session ? "edited" : null);
 
 /** Send the draft. Returns whether nothing is left to send. */
 export async function commit() {
@@ -307,7 +307,7 @@ async function send() {
     changed("draft-edit");
     return true;
   }
-  draft.isSending = true;
+  Object.assign(draft, { isSending: true, fails: null });
   changed("draft-edit");
   const start = textBetween(base, 0, first).length;
   const isSame = session?.branch === base.id && start <= session.end + 1 && start + text.length >= session.start - 1;
@@ -320,7 +320,7 @@ async function send() {
       target = adoptEdit(before, answer);
     }
   } catch (error) {
-    if (draft) Object.assign(draft, { isSending: false, fails: true });
+    if (draft) Object.assign(draft, { isSending: false, fails: error.isOffline ? "unsent" : "refused" });
     changed("draft-edit");
     if (error.isOffline) timer = setTimeout(commit, 2000); // the page tries again by itself
     await attempt(() => { throw error; });
@@ -672,15 +672,6 @@ export function typeText(position, head, text) {
   else newDraft(branch, { first: position, last: position, head: "", tail: "" }, text);
   placeCaret(draft.span, draft.caret);
   touched();
-}
-
-/** Replace a range of steps by a text, as typing does. */
-export async function replaceSteps(branch, first, last, text) {
-  if (!(await commit())) return;
-  await pauseWriting();
-  const shift = promptLength(branch);
-  newDraft(branch, { first: shift + first, last: shift + last, head: "", tail: "" }, text);
-  await commit();
 }
 
 /**

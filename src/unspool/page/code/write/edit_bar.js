@@ -33,6 +33,7 @@ export function EditBar() {
 
 const STATUS = {
   typing: "", sending: "Tokenizing …", unsent: "Not sent: the server does not answer. Your words are kept and sent later.",
+  refused: "Not sent, for the reason below. Your words are kept: change them to try again.",
 };
 
 /** Buttons do not take the focus, so that the caret stays. */
