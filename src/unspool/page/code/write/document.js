@@ -114,8 +114,36 @@ function tokenRange(branch, from, to) {
   const [startsAfter, endsBefore] = [from.offset >= start.length && from.offset > 0, to.offset === 0];
   const first = startsAfter ? from.at + 1 : from.at;
   const last = Math.max(first, endsBefore ? to.at : to.at + 1);
-  return { first, last, head: startsAfter ? "" : start.slice(0, from.offset), tail: endsBefore || last === first ? "" : end.slice(to.offset) };
+  const range = { first, last, head: startsAfter ? "" : start.slice(0, from.offset), tail: endsBefore || last === first ? "" : end.slice(to.offset) };
+  return keepCharacters(branch, range);
 }
+
+/** Move the ends of a range out of characters that several tokens make. */
+function keepCharacters(branch, { first, last, head, tail }) {
+  if (tail === "" && last > first && isUnfinished(branch, last - 1)) {
+    while (last > first && isUnfinished(branch, last - 1) && tokenOf(branch, last - 1).text === "") last -= 1;
+    if (last > first && isUnfinished(branch, last - 1)) [last, tail] = endOfCharacter(branch, last);
+  }
+  let start = first;
+  while (start > 0 && isUnfinished(branch, start - 1)) start -= 1;
+  if (start === first) return { first, last, head, tail };
+  const { text } = tokenOf(branch, start);
+  if (first === last) {
+    if (text === "") return { first: start, last: start, head, tail };
+    [last, tail] = endOfCharacter(branch, first);
+  }
+  return { first: start, last, head: text + head, tail };
+}
+
+/** The token after a character that goes on at a position, and the text of its last token. */
+function endOfCharacter(branch, position) {
+  let at = position;
+  while (at < textLength(branch) - 1 && isUnfinished(branch, at)) at += 1;
+  return [at + 1, tokenOf(branch, at)?.text ?? ""];
+}
+
+/** Whether a token ends in the middle of a character. */
+const isUnfinished = (branch, at) => /⟩$/.test(tokenOf(branch, at).piece ?? "") && !tokenOf(branch, at).text.endsWith("⟩");
 
 /** Where the caret is: {position, isInside}, a token position to generate from; null without a caret in the text. */
 export function caretPosition() {
