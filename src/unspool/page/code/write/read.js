@@ -89,7 +89,7 @@ function mountReader(box) {
   const onSelection = () => {
     const selection = document.getSelection();
     const range = selection.rangeCount ? selection.getRangeAt(0) : null;
-    if (range && !range.collapsed && box.contains(range.commonAncestorContainer)) selected = range.cloneRange();
+    if (range && !range.collapsed && box.contains(range.commonAncestorContainer)) selected = tokensOfRange(articles, range) ?? selected;
   };
   const forgetSelection = () => { selected = null; };
   document.addEventListener("selectionchange", onSelection);
@@ -98,7 +98,10 @@ function mountReader(box) {
   showSelected(articles);
   return () => {
     document.removeEventListener("selectionchange", onSelection);
-    if (selected) keepPlace(articles, selected);
+    if (selected) {
+      Object.assign(state, selected);
+      changed("selection", "span");
+    }
     leave.forEach((stop) => stop());
     box.removeEventListener("scroll", scrolled);
   };
@@ -250,12 +253,12 @@ function findText(box, words, occurrence) {
   return range;
 }
 
-/** Select the tokens of the words that are selected here. */
-function keepPlace(articles, range) {
+/** The tokens of the words that are selected here, as `{selected, span}`; null if they are not found. */
+function tokensOfRange(articles, range) {
   const branch = currentBranch();
-  if (!branch) return;
+  if (!branch) return null;
   const article = articles.find(({ body }) => body.contains(range.startContainer));
-  if (!article || article.turn.first === null) return;
+  if (!article || article.turn.first === null) return null;
   const words = range.toString().split("\n")[0].trim();
   const lead = document.createRange();
   lead.setStart(article.body, 0);
@@ -273,11 +276,10 @@ function keepPlace(articles, range) {
     if (next < 0) break;
     place = next;
   }
-  if (place < 0) return;
+  if (place < 0) return null;
   const tokenAtCharacter = (character) => article.turn.first + starts.findLastIndex((start) => start <= character);
   const [first, last] = [tokenAtCharacter(place), tokenAtCharacter(place + words.length - 1) + 1];
   const shift = promptLength(branch);
-  state.selected = first;
-  state.span = last - first > 1 && first >= shift ? { branch: branch.id, first: first - shift, last: last - shift, isRequested: false } : null;
-  changed("selection", "span");
+  const isSpan = last - first > 1 && first >= shift;
+  return { selected: first, span: isSpan ? { branch: branch.id, first: first - shift, last: last - shift, isRequested: false } : null };
 }
