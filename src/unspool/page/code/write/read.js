@@ -260,6 +260,7 @@ function tokensOfRange(articles, range) {
   const article = articles.find(({ body }) => body.contains(range.startContainer));
   if (!article || article.turn.first === null) return null;
   const words = range.toString().split("\n")[0].trim();
+  if (!words) return null;
   const lead = document.createRange();
   lead.setStart(article.body, 0);
   lead.setEnd(range.startContainer, range.startOffset);
