@@ -2,7 +2,8 @@
 
 import { jump, pushUndo, updateSettings } from "../actions.js";
 import { api } from "../api.js";
-import { adopt, changed, currentModel, samePrompt, sharedSteps, state } from "../state.js";
+import { adopt, changed, currentModel, promptLength, samePrompt, sharedSteps, state } from "../state.js";
+import { isTemplate } from "../write/document.js";
 
 const STAGES = [
   "repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram", "dry", "logit_bias",
@@ -165,7 +166,7 @@ function packBranch(branch) {
     since,
     steps: branch.steps.slice(since),
     retracted: branch.retracted,
-    added: [...(branch.added ?? [])],
+    added: branch.steps.flatMap((_, at) => (branch.added?.has(at) || isTemplate(branch, promptLength(branch) + at) ? [at] : [])),
   };
 }
 
