@@ -1,9 +1,9 @@
 """Write the tables of measurements into README.md and docs/research: python docs/make_tables.py
 
-A page has `<!-- table NAME -->` and `<!-- end of table -->`; what is between them is replaced by
-the table of that name, made from docs/research/data. So each figure has one source: a file that a
-benchmark wrote, with its machine, date and commit. `--check` writes nothing and exits with 1 if a
-page is not up to date.
+A page has `<!-- table NAME [SELECTION] -->` and `<!-- end of table -->`; what is between them is
+replaced by the table of that name, made from docs/research/data. So each figure has one source: a
+file that a benchmark wrote, with its machine, date and commit. `--check` writes nothing and exits
+with 1 if a page is not up to date.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 DOCS = Path(__file__).parent
 DATA = DOCS / "research" / "data"
 PAGES = [DOCS.parent / "README.md", *sorted((DOCS / "research").glob("*.md"))]
-MARKED = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- table (\S+)(?: (\S+))? -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def main() -> int:
     outdated = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        made = MARKED.sub(lambda found: found[1] + make_table(found[2]) + "\n" + found[3], text)
+        made = MARKED.sub(lambda m: f"{m[1]}{make_table(m[2], m[3] or '')}\n{m[4]}", text)
         if made != text:
             outdated.append(page.name)
             if "--check" not in sys.argv:
@@ -36,13 +36,13 @@ def main() -> int:
     return 1 if outdated and "--check" in sys.argv else 0
 
 
-def make_table(name: str) -> str:
+def make_table(name: str, selection: str = "") -> str:
     """Make the table of a file in docs/research/data; its prefix says which benchmark wrote it."""
     results = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
-    return TABLES[name.split("-")[0]](results)
+    return TABLES[name.split("-")[0]](results, selection)
 
 
-def cpu_table(results: dict[str, Any]) -> str:
+def cpu_table(results: dict[str, Any], _: str) -> str:
     """Ours against llama.cpp's, for each type of file (bench/cpu.py --only llama_cpp)."""
     files = [results, *results["types"]]
     works = {"decode": "decode", "prompt": "prompt of 512", "batch": "16 at once"}
@@ -78,13 +78,61 @@ def cpu_table(results: dict[str, Any]) -> str:
     return table(header, rows) + f"\n\n{note}"
 
 
-def gpu_table(results: dict[str, Any]) -> str:
-    """All parts of a run of bench/gpu.py."""
+def gpu_table(results: dict[str, Any], selection: str) -> str:
+    """A run of bench/gpu.py: the parts of `GPU_SHORT`, those with drafts, or all others."""
     sys.path.insert(0, str(DOCS.parent / "bench"))
     import gpu
 
-    note = f"{results['date']}, commit {results['commit']}: `{results['command']}`."
-    return f"{gpu.markdown(results)}\n{note}"
+    parts = [part for part in gpu.PARTS.values() if part.key in results["parts"]]
+    if selection == "drafts":
+        text = drafts_table(results["parts"], [part for part in parts if part.work == "drafts"])
+    else:
+        parts = [part for part in parts if part.work != "drafts"]
+        if selection == "short":
+            parts = [part for part in parts if part.key in GPU_SHORT]
+        text = gpu_parts_table(results, parts)
+    device = gpu.describe("limits", results["limits"], None)
+    note = f" Other commit: {results['note']}." if results.get("note") and not selection else ""
+    return (
+        f"{text}\n\n{device} ({results['versions']}). Random weights in published shapes, "
+        f"{results['date']}, commit {results['commit']}: `{results['command']}`.{note}"
+    )
+
+
+GPU_SHORT = ("8b", "8b-exact", "8b-64", "8b-q4", "0.6b", "gpt-oss-20b", "gpt-oss-20b-64", "gemma4")
+
+
+def gpu_parts_table(results: dict[str, Any], parts: list[Any]) -> str:
+    """Speed, fraction of what the device can do, and texts that are the same when alone."""
+    import gpu
+
+    rows = []
+    for part in parts:
+        entry, title = results["parts"][part.key], part.title
+        if title.startswith("the same"):
+            title = title.replace("the same", rows[-1][0])
+        share = gpu.fraction(entry, results["limits"])
+        is_load = part.work == "load"
+        speed = f"{entry['bytes_s'] / 1e9:.2f} GB/s" if is_load else f"{entry['tokens_s']:,.0f}"
+        reached = "–" if share is None else f"{share:.0%}"
+        first = f"{entry['first_s'] * 1e3:,.0f}"
+        rows.append([title, speed, reached, first, entry.get("same_alone", "–")])
+    header = ["work", "tokens/s", "of the limit", "first token, ms", "same text alone"]
+    return table(header, rows)
+
+
+def drafts_table(entries: dict[str, Any], parts: list[Any]) -> str:
+    """Speculative decoding by the number of texts and the probability that a draft is right."""
+    rates = sorted({part.acceptance for part in parts})
+    rows = []
+    for num_texts in sorted({part.rows for part in parts}):
+        cells = [str(num_texts)]
+        for part in sorted(parts, key=lambda part: float(part.acceptance)):
+            if part.rows == num_texts:
+                entry = entries[part.key]
+                cells.append(f"{entry['tokens_s']:,.0f} ({entry['speedup']:.1f}x)")
+        rows.append(cells)
+    return table(["texts at a time", *(f"right {rate:.0%}" for rate in rates)], rows)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -93,7 +141,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"cpu": cpu_table, "gpu": gpu_table}
+TABLES: dict[str, Callable[[dict[str, Any], str], str]] = {"cpu": cpu_table, "gpu": gpu_table}
 
 if __name__ == "__main__":
     sys.exit(main())

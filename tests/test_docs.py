@@ -71,7 +71,6 @@ PYTHON_PAGES = (
     "structured-output",
     "texts-longer-than-the-context",
     "tokenize-text",
-    "use-in-a-notebook",
 )
 
 
@@ -198,7 +197,7 @@ def test_adapter_guide(
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(("poet", "clerk")):
         write_adapter(random_adapter(lm.config, 2, seed=seed), Path("adapters") / name, lm.config)
-    (block,) = blocks_of((ROOT / "docs/how-to/load-a-lora-adapter.md").read_text())
+    (block,) = blocks_of((ROOT / "docs/how-to/use-lora-adapters.md").read_text())
     run([block])
     assert len(capsys.readouterr().out.splitlines()) >= 2
     with pytest.raises(UnspoolError, match="poet"):  # the guide unloads it

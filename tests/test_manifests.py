@@ -175,3 +175,12 @@ def test_an_option_that_does_not_exist_is_noticed():
     command: Any = typer.main.get_command(app_with()).commands["serve"]  # type: ignore[attr-defined]
     with pytest.raises(Exception, match="no-such"):
         command.make_context("serve", ["--no-such=1"])
+
+
+@pytest.mark.parametrize("name", ["Containerfile.cpu", "Containerfile.cuda"])
+def test_images_have_what_kuberay_runs(name: str):
+    """KubeRay's probes run wget; before 1.4 it starts `ray` in a shell that resets PATH."""
+    _, last_stage = (DEPLOY / name).read_text(encoding="utf-8").split("\nFROM ")[1:]
+    folder = re.search(r"ENV PATH=(\S+):\$PATH", last_stage)[1]  # type: ignore[index]
+    assert f"'PATH={folder}:$PATH' > /etc/profile.d/" in last_stage
+    assert re.search(r"apt-get install [^&]*\bwget\b", last_stage)

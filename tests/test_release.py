@@ -103,6 +103,7 @@ def test_the_wheel_script_translates_every_flag_for_arm():
     native = ROOT / "src" / "unspool" / "backends" / "cpu" / "native"
     source = (native / "CMakeLists.txt").read_text(encoding="utf-8")
     flags = {*re.findall(r"-march=[\w.+-]+|-mtune=[\w-]+", source)}
+    flags -= {"-march=native"}  # asked only what it means, and never for a wheel
     assert len(flags) >= 3 and flags <= {*wheels.ZIG_FLAGS}
 
 

@@ -99,10 +99,10 @@ def test_the_script_needs_no_network():
     assert "http" not in script and "import " not in script
 
 
-def test_the_page_about_the_widget(
+def test_the_page_about_notebooks(
     small_lm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    page = Path(__file__).parent.parent / "docs" / "how-to" / "use-the-notebook-widget.md"
+    page = Path(__file__).parent.parent / "docs" / "how-to" / "use-in-a-notebook.md"
     monkeypatch.setattr("unspool.loading.load", lambda *args, **options: small_lm)
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {}

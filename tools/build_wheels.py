@@ -75,7 +75,11 @@ def build_wheel(architecture: str, tools: Path, out: Path) -> Path:
     folder = WORK / architecture
     shutil.rmtree(folder, ignore_errors=True)
     toolchain = write_toolchain(architecture, tools, folder)
-    settings = {"cmake.define.CMAKE_TOOLCHAIN_FILE": toolchain, "build-dir": folder / "cmake"}
+    settings = {
+        "cmake.define.CMAKE_TOOLCHAIN_FILE": toolchain,
+        "cmake.define.UNSPOOL_KERNELS": "all",
+        "build-dir": folder / "cmake",
+    }
     date = subprocess.check_output(["git", "log", "-1", "--format=%ct"], cwd=ROOT, text=True)
     scripts = os.pathsep.join([str(tools.parent), os.environ["PATH"]])
     run(

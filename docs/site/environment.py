@@ -46,6 +46,8 @@ VARIABLES = {
         "TORCHELASTIC_RUN_ID": "Name of the job. torchrun sets it.",
     },
     "Installation": {
+        "UNSPOOL_KERNELS": "`native` during an installation from source: kernels for this machine "
+        "only (the default); `all`: for every processor of this architecture, as in wheels.",
         "UNSPOOL_STRICT": "`ON` during installation: warnings of the C++ compiler are errors.",
     },
     "Read by libraries": {

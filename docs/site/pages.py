@@ -32,7 +32,7 @@ ORDER: dict[str, dict[str, list[str]]] = {
         "Set up": ["install", "check-your-installation", "use-a-gpu"],
         "Models": [
             "choose-a-model", "download-and-manage-models", "use-models-of-other-programs",
-            "run-quantized-models", "use-lora-adapters", "load-a-lora-adapter",
+            "run-quantized-models", "use-lora-adapters",
             "run-a-model-on-several-gpus",
         ],
         "Generate text": [
@@ -43,12 +43,12 @@ ORDER: dict[str, dict[str, list[str]]] = {
         ],
         "Inspect and change": [
             "get-logprobs", "hidden-states", "rewind-and-fork", "save-and-replay", "tokenize-text",
-            "measure-costs", "use-the-page", "use-in-a-notebook", "use-the-notebook-widget",
+            "measure-costs", "use-the-page", "use-in-a-notebook",
         ],
         "Serve": [
             "use-openai-clients", "use-ollama-and-anthropic-clients", "use-llama-cpp-clients",
             "use-from-mcp-clients", "tools-and-structured-output-over-http", "logprobs-over-http",
-            "edit-text-over-http", "fill-text-over-http", "embeddings", "rerank",
+            "edit-text-over-http", "embeddings", "rerank",
             "reproduce-a-response", "load-and-unload-models", "batch-jobs", "secure-a-server",
             "monitor", "replicas", "deploy",
         ],

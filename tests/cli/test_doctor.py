@@ -92,6 +92,35 @@ def test_slower_kernels_than_the_processor_has(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
+    ("flags", "available", "missing"),
+    [
+        ("avx2 avx_vnni avx512_vnni", ["amx", "avx512", "plain"], None),
+        ("avx2 avx_vnni avx512_vnni", ["avx2", "plain"], "avx512"),
+        ("avx2 avx_vnni", ["plain"], "avxvnni"),
+        ("avx2", ["avx2", "plain"], None),
+        ("asimd asimddp i8mm", ["i8mm", "neon", "plain"], None),
+        ("asimd asimddp i8mm", ["neon", "plain"], "i8mm"),
+        ("asimd", ["plain"], None),
+    ],
+)
+def test_kernels_that_were_compiled_on_another_machine(
+    flags: str,
+    available: list[str],
+    missing: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    problems_of: Any,
+    tmp_path: Path,
+):
+    (tmp_path / "cpuinfo").write_text(f"model name : x\nflags : fpu {flags}\n")
+    monkeypatch.setattr(doctor, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(native, "instruction_set", lambda: available[0])
+    monkeypatch.setattr(native, "available_instruction_sets", lambda: available)
+    problems = problems_of()
+    assert len(problems) == (missing is not None)
+    assert all(f"this processor has {missing}, and" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
     ("versions", "cuda", "problem"),
     [
         ({}, None, "pip install 'unspool[torch]'"),

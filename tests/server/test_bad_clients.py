@@ -520,6 +520,62 @@ def test_bad_bodies_get_a_clear_answer(small: Running, body: bytes, words: str):
     assert error["type"] in ("invalid_request_error", "not_found_error")
 
 
+TURN = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(("path", "body", "message"), [
+    ("/v1/rerank", {"query": "", "documents": ["a"]},
+     "query must have at least 1 character, got 0"),
+    ("/v1/rerank", {"query": "a", "documents": [5]},
+     "documents.0 must be a string or an object, got 5"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": -5}, "max_tokens must be >= 0, got -5"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 1.5},
+     "max_tokens must be an integer, got 1.5"),
+    ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs must be <= 20, got 21"),
+    ("/v1/completions", {"prompt": 5}, "prompt must be a string or a list, got 5"),
+    ("/v1/completions", {"prompt": []}, "prompt must have at least 1 item, got 0"),
+    ("/v1/completions", {"prompt": "x", "unspool": {"speculate": "x"}},
+     "unspool.speculate must be 'lookup' or 'mtp', got 'x'"),
+    ("/v1/chat/completions", {"messages": [{"role": "bard", "content": "x"}]},
+     "messages.0.role must be 'system', 'developer', 'user', 'assistant' or 'tool', got 'bard'"),
+    ("/v1/messages", {"messages": TURN, "max_tokens": -5}, "max_tokens must be >= 1, got -5"),
+    ("/v1/responses", {"input": "x", "max_output_tokens": 0},
+     "max_output_tokens must be >= 1, got 0"),
+    ("/v1/embeddings", {"input": None}, "input must be a string or a list, got null"),
+    ("/api/generate", {"prompt": "x", "options": {"num_predict": -5}},
+     "max_tokens must be >= 0, got -5"),
+    ("/completion", {"prompt": "x", "n_probs": -1}, "n_probs must be >= 0, got -1"),
+    ("/detokenize", {"tokens": [-1]}, "tokens.0 must be >= 0, got -1"),
+])  # fmt: skip
+def test_errors_name_the_field_and_its_range(small: Running, path: str, body: Any, message: str):
+    answer = small.http.post(path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error if isinstance(error, str) else error["message"]) == message
+    settled(small)
+
+
+def test_every_endpoint_names_the_field_that_is_wrong(small: Running):
+    """No message of the validator reaches a client without the field and what it must be."""
+    document = small.http.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    num_checked = 0
+    for path, operations in document["paths"].items():
+        content = operations.get("post", {}).get("requestBody", {}).get("content", {})
+        reference = content.get("application/json", {}).get("schema", {}).get("$ref", "")
+        schema = schemas.get(reference.rpartition("/")[2], {})
+        for name, field in schema.get("properties", {}).items():
+            kinds = {part.get("type") for part in field.get("anyOf", [field])}
+            if "{" not in path and kinds <= {"integer", "null"} and "integer" in kinds:
+                answer = small.http.post(path, json={name: "many"})
+                assert answer.status_code == 400, (path, name)
+                error = answer.json()["error"]
+                text = error if isinstance(error, str) else error["message"]
+                assert " must " in text or " is missing; " in text, (path, text)
+                num_checked += 1
+    assert num_checked > 50
+
+
 def test_bodies_that_are_too_large(small: Running):
     large = small.http.post(PATH, content=b" " * (5 << 20), headers=JSON)
     assert large.status_code == 413

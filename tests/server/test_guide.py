@@ -35,7 +35,6 @@ PAGES = {
             "embeddings",
             "rerank",
             "edit-text-over-http",
-            "fill-text-over-http",
             "load-and-unload-models",
             "use-lora-adapters",
             "secure-a-server",

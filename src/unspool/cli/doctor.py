@@ -28,6 +28,12 @@ _TIMEOUT_S = 10.0  # of the programs that are asked
 _MIN_FREE_BYTES = 500_000_000  # the default model and its KV cache
 _MAX_LISTED_MODELS = 6
 _CPUINFO, _MEMINFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
+# Instruction sets that every library for the processor has, the fastest first, and their flag in
+# /proc/cpuinfo. AMX is not among them: the system may refuse it.
+_CPU_FLAGS = {
+    "avx512": "avx512_vnni", "avxvnni": "avx_vnni", "avx2": "avx2", "i8mm": "i8mm",
+    "neon": "asimddp",
+}  # fmt: skip
 # "CPU part" of ARM's own cores in /proc/cpuinfo, which has no names.
 _ARM_PARTS = {
     "0xd07": "Cortex-A57", "0xd08": "Cortex-A72", "0xd0b": "Cortex-A76", "0xd0c": "Neoverse N1",
@@ -141,6 +147,12 @@ def _add_native(report: Diagnosis) -> None:
                 "slow", f"UNSPOOL_ISA={os.environ.get('UNSPOOL_ISA')} selects {used}, and this "
                 f"processor has {available[0]}", "unset UNSPOOL_ISA",
             )  # fmt: skip
+        if missing_set := _missing_instruction_set(available):
+            report.add_problem(
+                "slow", f"this processor has {missing_set}, and the kernels were compiled without "
+                "it, on another machine or by an old compiler",
+                "install a wheel, or install from source on this machine",
+            )  # fmt: skip
     else:
         report.add("instructions", "unknown without the native kernels", used=None, available=None)
         report.add("kernels", "missing", path=None, bytes=None, compiler=None, missing=reason)
@@ -151,6 +163,20 @@ def _add_native(report: Diagnosis) -> None:
     report.add(
         "compiler", version or "none (not needed with a wheel)", name=compiler, version=version
     )
+
+
+def _missing_instruction_set(available: list[str]) -> str | None:
+    """The best instruction set of the processor, if the library has neither it nor a better one."""
+    try:
+        flags = set(_CPUINFO.read_text(encoding="utf-8").split())
+    except OSError:
+        return None
+    for name, flag in _CPU_FLAGS.items():
+        if name in available:
+            return None
+        if flag in flags:
+            return name
+    return None
 
 
 def _processor_name() -> str:

@@ -162,10 +162,9 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The message for pydantic's errors: the first of the deepest ones. Where a value may have
     several forms, the one that matches furthest is most likely the intended one."""
     unreadable = {"loc": (), "msg": "the request cannot be parsed", "type": ""}
-    first: Mapping[str, Any] = max(errors, key=lambda error: len(error["loc"]), default=unreadable)
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    place = [part for part in place if not _is_type_name(part)]
-    name, kind = ".".join(place) or None, str(first["type"])
+    first: Mapping[str, Any] = max(errors, key=_depth, default=unreadable)
+    place, kind = _place(first), str(first["type"])
+    name = ".".join(place) or None
     if kind == "wrong_type" or (kind == "literal_error" and place[-1:] == ["type"]):
         value = first["input"].get("type") if isinstance(first["input"], dict) else first["input"]
         words = [part for part in place if not part.isdigit() and part != "type"]
@@ -181,8 +180,72 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return bad_request(f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
     if kind in ("model_attributes_type", "dict_type") and name is None:
         return bad_request("the body must be a JSON object, sent as application/json")
-    message = re.sub(r"^(Value|Assertion) error, ", "", str(first["msg"]))
-    return bad_request(f"{name}: {message}" if name else message, name, "invalid_value")
+    rule = _rule(first)
+    if rule is None:
+        message = re.sub(r"^(Value|Assertion) error, ", "", str(first["msg"]))
+        return bad_request(f"{name}: {message}" if name else message, name, "invalid_value")
+    if kind.endswith(_TYPE_ERRORS):  # a value that may be of several types: name all of them
+        others = [error for error in errors if _place(error) == place]
+        kinds = [error for error in others if error["type"].endswith(_TYPE_ERRORS)]
+        names = dict.fromkeys(rule for error in kinds if (rule := _rule(error)))
+        *most, last = [text.removeprefix("be ") for text in names]
+        rule = f"be {', '.join(most)} or {last}" if most else f"be {last}"
+    message = f"{name or 'the value'} must {rule}, got {_json_text(first['input'], kind)}"
+    return bad_request(message, name, "invalid_value")
+
+
+def _depth(error: Mapping[str, Any]) -> tuple[int, bool]:
+    """How far the value matches a form: a list that is too short is a list, if one is allowed."""
+    return len(error["loc"]), error["type"] in ("too_short", "too_long")
+
+
+def _place(error: Mapping[str, Any]) -> list[str]:
+    """The path of the field in the request; pydantic's begins with the part of the request."""
+    parts = [str(part) for part in error["loc"]]
+    parts = parts[1:] if parts[:1] in (["body"], ["query"], ["path"], ["header"]) else parts
+    return [part for part in parts if not _is_type_name(part)]
+
+
+_TYPE_ERRORS = ("_type", "_parsing", "literal_error")
+_RULES = {  # pydantic's types of errors: what the field must do
+    "greater_than_equal": "be >= {ge}",
+    "greater_than": "be > {gt}",
+    "less_than_equal": "be <= {le}",
+    "less_than": "be < {lt}",
+    "string_too_short": "have at least {min_length} characters",
+    "string_too_long": "have at most {max_length} characters",
+    "too_short": "have at least {min_length} items",
+    "too_long": "have at most {max_length} items",
+    "string_pattern_mismatch": "match {pattern}",
+    "literal_error": "be {expected}",
+    "finite_number": "be a finite number",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"),
+                    "be an integer"),
+    **dict.fromkeys(("float_type", "float_parsing"), "be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "be true or false"),
+    "string_type": "be a string",
+    "list_type": "be a list",
+    "tuple_type": "be a list",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "be an object"),
+}  # fmt: skip
+
+
+def _rule(error: Mapping[str, Any]) -> str | None:
+    """What the value must do, such as `be >= 1`; None for other errors, whose message says it."""
+    template = _RULES.get(str(error["type"]))
+    rule = template and template.format_map(error.get("ctx", {}))
+    return rule and re.sub(r"(least|most) 1 (\w+)s$", r"\1 1 \2", rule)
+
+
+def _json_text(value: Any, kind: str = "") -> str:
+    """A value of a request in an error message: short, in the words of JSON."""
+    if kind.endswith(("_short", "_long")) and hasattr(value, "__len__"):
+        return str(len(value))
+    if value is None or isinstance(value, bool):
+        return str(value).replace("None", "null").lower()
+    if isinstance(value, list | tuple):
+        return "a list"
+    return "an object" if isinstance(value, dict) else f"{value!r:.60}"
 
 
 known_names: set[str] = set()

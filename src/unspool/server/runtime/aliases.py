@@ -96,8 +96,8 @@ def translate_names(
     for other_name, our_name in _STRUCTURED.items():
         if isinstance(structured, dict) and structured.get(other_name) is not None:
             result[our_name] = structured[other_name]
-    if isinstance(result.get("max_tokens"), int) and result["max_tokens"] < 0:
-        del result["max_tokens"]  # elsewhere: no limit
+    if result.get("max_tokens") in (-1, -2):
+        del result["max_tokens"]  # elsewhere: no limit, or the rest of the context
     if result.get("top_k") == -1:
         result["top_k"] = 0  # all of them
     if result.pop("ignore_eos", None) is True:
