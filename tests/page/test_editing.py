@@ -50,7 +50,7 @@ def test_what_is_typed_becomes_tokens_and_the_rest_is_scored(story: Page, lm: An
     before = branch(story)
     put_caret(story, " cat")
     story.keyboard.type("s and dogs")
-    assert story.locator("#text .draft").text_content() == "s and dogs"  # shown at once
+    assert story.locator("#text .draft").text_content() == "s and dogs"  # shown without delay
     settled(story)
     changed = PROMPT + WORDS.replace(" cat", " cats and dogs")
     assert saved_text(story) == changed
@@ -62,7 +62,7 @@ def test_what_is_typed_becomes_tokens_and_the_rest_is_scored(story: Page, lm: An
     story.keyboard.type("!")  # the caret is where it was
     settled(story)
     assert saved_text(story) == changed.replace("dogs", "dogs!")
-    assert branch(story)["id"] == now["id"]  # the same edit goes on
+    assert branch(story)["id"] == now["id"]  # the same edit
     for _ in range(3):
         story.keyboard.press("Backspace")
     story.keyboard.press("Control+Backspace")

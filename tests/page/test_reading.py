@@ -106,16 +106,16 @@ def test_a_turn_is_changed_sent_again_and_regenerated(chat: Page) -> None:
     again.get_by_role("button", name="Send again").click()
     expect(again.locator(".md")).to_have_text("Less of it?")
     finished_reading(chat)
-    sent = branch(chat)
-    (turn,) = sent["turns"]
-    assert len(sent["steps"]) > turn["end"]
+    resent = branch(chat)
+    (turn,) = resent["turns"]
+    assert len(resent["steps"]) > turn["end"]
     chat.locator(".turn-assistant").last.get_by_role("button", name="Regenerate").click()
-    until(chat, f"document.querySelector('#text').dataset.branch !== {sent['id']!r}")
+    until(chat, f"document.querySelector('#text').dataset.branch !== {resent['id']!r}")
     finished_reading(chat)
     regenerated = branch(chat)
-    assert regenerated["parent"] == sent["id"] and regenerated["forked_at"] == turn["end"]
+    assert regenerated["parent"] == resent["id"] and regenerated["forked_at"] == turn["end"]
     chat.locator("#text").press("Control+z")
-    expect(chat.locator("#text")).to_have_attribute("data-branch", sent["id"])
+    expect(chat.locator("#text")).to_have_attribute("data-branch", resent["id"])
 
 
 def finished_reading(page: Page) -> None:
@@ -130,7 +130,7 @@ def test_an_answer_is_rendered_while_it_grows(page: Page) -> None:
     page.locator("#read").click()
     finished_reading(page)
     written = branch(page)["text"].split()
-    shown = page.locator(".turn-assistant .md").text_content() or ""
-    assert written and all(word.strip("*_#`.-") in shown for word in written[:3])
+    displayed = page.locator(".turn-assistant .md").text_content() or ""
+    assert written and all(word.strip("*_#`.-") in displayed for word in written[:3])
     page.locator("#tokens").click()
     finished(page)

@@ -12,7 +12,7 @@ const GHOST_TOKENS = 32;
 
 let ghosts = null; // {branch, position, head, texts, ids, now, accepted, element, control, isDone}
 
-/** The text up to a position as a branch of its own; what follows stays in the branch it is from. */
+/** The text up to a position as a separate branch; what follows stays in the branch it is from. */
 async function cutAt(branch, { position, head }) {
   const at = position - promptLength(branch);
   if (!head && at >= 0) return api.post(`/v1/tree/${branch.id}/fork`, { at });
@@ -112,8 +112,8 @@ function showGhost() {
     ghosts.element = element;
     placeAt(ghosts.position + (ghosts.head ? 1 : 0), element);
   }
-  const [taken, ghost, counter] = ghosts.element.children;
-  taken.textContent = accepted;
+  const [acceptedPart, ghost, counter] = ghosts.element.children;
+  acceptedPart.textContent = accepted;
   ghost.textContent = remaining();
   counter.textContent = texts.length ? `${now + 1}/${Math.max(texts.length, isDone ? 0 : NUM_GHOSTS)}` : "…";
   changed("ghosts");

@@ -1,6 +1,6 @@
 // Editing the text in place: typing, deleting, pasting and input methods, anywhere in prompt, turns and answer.
 //
-// What is typed is a draft: a range of tokens and the text that replaces it, shown at once. After a pause it is sent;
+// What is typed is a draft: a range of tokens and the text that replaces it, shown without delay. After a pause it is sent;
 // the server tokenizes what changed, in a new branch, and then scores what follows. A draft that cannot be sent stays
 // on the page and in the browser's storage, and is sent when the server answers again.
 
@@ -19,7 +19,7 @@ let pane = null; // what pane.js gives: {box, body, spans, tokens}
 let draft = null; // {branch, first, last, text, caret, span, isSending, fails}
 let timer = 0;
 let isComposing = false;
-let session = null; // {branch, before, end}: edits that go on where the last one was change the same branch
+let session = null; // {branch, before, end}: edits that continue the last one change the same branch
 let scoring = null; // an AbortController
 
 // -- the text as characters -------------------------------------------------------------------------
@@ -64,12 +64,12 @@ const textBetween = (branch, first, last) => {
 
 /** The token and the offset in it of a character of the text. */
 function pointAtCharacter(branch, character) {
-  let left = character;
+  let remaining = character;
   const length = textLength(branch);
   for (let at = 0; at < length; at += 1) {
     const size = tokenOf(branch, at).text.length;
-    if (left <= size && size > 0) return { at, offset: left };
-    left -= size;
+    if (remaining <= size && size > 0) return { at, offset: remaining };
+    remaining -= size;
   }
   return { at: length - 1, offset: tokenOf(branch, length - 1)?.text.length ?? 0 };
 }
@@ -82,12 +82,12 @@ function pointOf(node, offset) {
   const element = node.nodeType === Node.TEXT_NODE ? node.parentElement : node;
   const token = element.closest(".draft, .t");
   if (token) {
-    const shown = token.textContent.length;
-    const within = node.nodeType === Node.TEXT_NODE ? offset : offset && shown;
+    const numShown = token.textContent.length;
+    const within = node.nodeType === Node.TEXT_NODE ? offset : offset && numShown;
     if (token.classList.contains("draft")) return { draft: true, offset: within };
     const at = Number(token.dataset.at);
     const { length } = pane.tokens[at].text;
-    return { at, offset: shown === length ? within : within && length }; // a mark in place of the text: whole or not
+    return { at, offset: numShown === length ? within : within && length }; // a mark in place of the text: whole or not
   }
   const children = [...element.childNodes];
   const after = children[offset];
@@ -135,7 +135,7 @@ function keepCharacters(branch, { first, last, head, tail }) {
   return { first: start, last, head: text + head, tail };
 }
 
-/** The token after a character that goes on at a position, and the text of its last token. */
+/** The token after a character that continues at a position, and the text of its last token. */
 function endOfCharacter(branch, position) {
   let at = position;
   while (at < textLength(branch) - 1 && isUnfinished(branch, at)) at += 1;

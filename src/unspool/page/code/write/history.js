@@ -23,7 +23,7 @@ export function pushUndo(entry) {
   changed("history");
 }
 
-/** Record a generation: one that goes on where the last one ended is the same action. */
+/** Record a generation: one that continues the last one is the same action. */
 export function pushGeneration(branch, from) {
   const last = done.at(-1);
   if (branch.steps.length <= from) return;

@@ -12,23 +12,23 @@ const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: "\"", "#39": "'", nbsp: "\u
 const decode = (text) => text.replace(/&(amp|lt|gt|quot|#39|nbsp);/g, (_, name) => ENTITIES[name]);
 
 function element(name, children = [], properties = {}) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
+  const node = Object.assign(document.createElement(name), properties);
+  node.append(...children);
+  return node;
 }
 
 /** Render a text into an element; blocks that are the same as before stay. */
 export function renderMarkdown(box, text) {
   const blocks = lexer(text, { gfm: true }).filter(({ type }) => type !== "space" && type !== "def");
   const before = box.renderedBlocks ?? [];
-  let same = 0;
-  while (same < before.length && same < blocks.length && before[same] === blocks[same].raw) same += 1;
-  while (box.children.length > same) box.lastElementChild.remove();
-  for (const block of blocks.slice(same)) box.append(blockElement(block));
+  let numSame = 0;
+  while (numSame < before.length && numSame < blocks.length && before[numSame] === blocks[numSame].raw) numSame += 1;
+  while (box.children.length > numSame) box.lastElementChild.remove();
+  for (const block of blocks.slice(numSame)) box.append(blockElement(block));
   box.renderedBlocks = blocks.map(({ raw }) => raw);
 }
 
-const withDirection = (made) => Object.assign(made, { dir: "auto" });
+const withDirection = (node) => Object.assign(node, { dir: "auto" });
 
 function blockElement(token) {
   const make = BLOCKS[token.type];
@@ -50,9 +50,9 @@ const BLOCKS = {
   list: ({ ordered, start, items }) => element(ordered ? "ol" : "ul", items.map(listItem), ordered && start !== 1 ? { start } : {}),
   table: ({ header, rows, align }) => {
     const row = (name) => (cells) => element("tr", cells.map((cell, at) => {
-      const made = withDirection(element(name, inline(cell.tokens)));
-      if (align[at]) made.style.textAlign = align[at];
-      return made;
+      const node = withDirection(element(name, inline(cell.tokens)));
+      if (align[at]) node.style.textAlign = align[at];
+      return node;
     }));
     return element("div", [element("table", [
       element("thead", [row("th")(header)]), element("tbody", rows.map(row("td")))])], { className: "md-table", tabIndex: 0 });

@@ -125,16 +125,16 @@ function newArticle(box, role) {
   let turn = { role, text: null };
   let form = null;
   const button = (label, act, title) => {
-    const made = document.createElement("button");
-    Object.assign(made, { type: "button", className: "button plain tiny", textContent: label, title });
-    made.addEventListener("click", () => Promise.resolve(act(made)).catch(setFault));
-    head.append(made);
-    return made;
+    const control = document.createElement("button");
+    Object.assign(control, { type: "button", className: "button plain tiny", textContent: label, title });
+    control.addEventListener("click", () => Promise.resolve(act(control)).catch(setFault));
+    head.append(control);
+    return control;
   };
   head.append(name);
-  button("Copy", async (made) => {
-    made.textContent = (await copyText(turn.text)) ? "Copied" : "Not allowed";
-    setTimeout(() => { made.textContent = "Copy"; }, 1500);
+  button("Copy", async (control) => {
+    control.textContent = (await copyText(turn.text)) ? "Copied" : "Not allowed";
+    setTimeout(() => { control.textContent = "Copy"; }, 1500);
   }, "Copy the text of this turn");
   const edit = button("Edit", () => startEdit(), "Edit this turn");
   const again = role === "assistant" && button("Regenerate", () => regenerate(turn.first - promptLength(currentBranch())), "Write this turn again; the old one stays as a branch");
@@ -184,10 +184,10 @@ function editForm(turn, save, cancel) {
   const row = document.createElement("div");
   row.className = "row";
   const add = (label, act, isMain = false) => {
-    const made = document.createElement("button");
-    Object.assign(made, { type: "button", className: `button tiny ${isMain ? "main" : ""}`, textContent: label });
-    made.addEventListener("click", act);
-    row.append(made);
+    const control = document.createElement("button");
+    Object.assign(control, { type: "button", className: `button tiny ${isMain ? "main" : ""}`, textContent: label });
+    control.addEventListener("click", act);
+    row.append(control);
   };
   const isUser = turn.role === "user" || turn.role === "system";
   if (isUser) add("Send again", () => save("drop"), true);
