@@ -305,6 +305,10 @@ class Session:
             logits = self.engine.extend(branch, num_logits=len(added))
         return chosen_steps(logits, added, len(tokens), self._token_bytes)
 
+    def token_bytes(self, token: int) -> bytes:
+        """Return a token's bytes in a text; control tokens and unused ids have none."""
+        return self._token_bytes(token)
+
     def _chosen_ids(self, addition: str | int | Sequence[int]) -> list[int]:
         """Return token ids from text, a token id, or several ids."""
         if isinstance(addition, str):
@@ -556,7 +560,7 @@ class _ClosedModel:
 
 
 def _token_bytes(tokenizer: Tokenizer | None, token: int) -> bytes:
-    """Return a token's bytes in a text; control tokens and unused ids have none."""
+    """See `Session.token_bytes`. Does not refer to the session, which can be collected."""
     if tokenizer is None or token >= len(tokenizer) or token in tokenizer.special_ids:
         return b""
     return tokenizer.token_bytes(token)

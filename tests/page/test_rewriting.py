@@ -78,8 +78,6 @@ def test_a_part_is_written_anew_and_the_rest_stays(story: Page) -> None:
     expect(story.locator("#text")).not_to_have_attribute("data-branch", before)
     head, rest = WORDS.split(" that sat")
     reads(story, f"{head} {words}{rest}")
-    chosen = "".join(story.locator("#text .chosen").all_text_contents())
-    assert chosen.strip() == words  # what stays is not the person's
     story.locator("#text").press("Control+z")
     expect(story.locator("#text")).to_have_attribute("data-branch", before)
     reads(story, WORDS)
@@ -185,8 +183,6 @@ def test_changes_are_accepted_rejected_and_undone(story: Page) -> None:
     expect(panel).to_have_count(0)
     changed = WORDS.replace("sat at", "sat on").replace("slept", "fell asleep")
     reads(story, changed.replace("Then it", "Then he"))
-    kept: Any = story.locator("#text .chosen").all_text_contents()
-    assert "".join(kept) == " on fell asleep he"
 
 
 def test_proposals_of_the_model_itself(story: Page) -> None:

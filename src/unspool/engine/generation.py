@@ -46,6 +46,9 @@ class GenerationModel(Protocol):
     def explain(self, generation: Generation, top: int) -> list[Step]:
         """Return the steps of a generation with all details of the sampling."""
 
+    def token_bytes(self, token: int) -> bytes:
+        """Return a token's bytes in a text."""
+
 
 @dataclass(slots=True, repr=False)
 class Generation:
@@ -105,6 +108,59 @@ class Generation:
         if self.request.thinking is not None:
             forked.steps = self.request.thinking.mark_steps(forked.steps)
         return forked
+
+    def edited(
+        self,
+        changes: Sequence[tuple[int, int, Sequence[int]]],
+        *,
+        prompt: Sequence[int] | None = None,
+    ) -> Generation:
+        """Replace ranges of the new tokens, and optionally the prompt; what follows is kept.
+
+        Each change is (first, last, tokens): tokens instead of the steps from `first` to before
+        `last`, in ascending order and without overlap. Steps before the first change stay as they
+        are. All others have no score (see `Step.is_scored`) until `rescored` computes it.
+        """
+        writer, steps, at = self._writer(), list[Step](), 0
+        ids = self.prompt if prompt is None else tuple(prompt)
+        num_scored = len(self.steps) if prompt is None else 0
+        if changes:
+            num_scored = min(num_scored, changes[0][0])
+        for first, last, tokens in (*changes, (len(self.steps), len(self.steps), ())):
+            steps += self.steps[at:first]
+            steps += [
+                Step(token, writer.token_bytes(token), "", math.nan, 0, chosen=True)
+                for token in tokens
+            ]
+            at = last
+        kept = self.rewind(num_scored)
+        unscored = [
+            replace(
+                step, position=position, logprob=math.nan, finish_reason=None, rank=None,
+                entropy=None, probability=None, draw=None, candidates=(), stages=(), draft=None,
+                retracts=0,
+            )
+            for position, step in enumerate(steps[num_scored:], len(ids) + num_scored)
+        ]  # fmt: skip
+        kept.steps = _redecode(kept.steps + unscored, TextStream(), is_complete=True)
+        if prompt is not None:
+            kept.request = replace(self.request, prompt=ids)
+        if self.request.thinking is not None:
+            kept.steps = self.request.thinking.mark_steps(kept.steps)
+        return kept
+
+    def rescored(self, first: int, last: int) -> list[Step]:
+        """Return the steps from `first` to before `last` with the model's scores."""
+        part = self.steps[first:last]
+        if not part:
+            return []
+        before = [*self.prompt, *(step.token for step in self.steps[:first])]
+        tokens = [step.token for step in part]
+        scores = self._writer().chosen_steps(before, tokens, self.request.adapter)
+        return [
+            replace(step, logprob=score.logprob, rank=score.rank, entropy=score.entropy)
+            for step, score in zip(part, scores, strict=True)
+        ]
 
     def resume(self, **options: Unpack[Options]) -> Generation:
         """Continue the text with the same options, or with others.

@@ -108,6 +108,11 @@ class Step:
         )
 
     @property
+    def is_scored(self) -> bool:
+        """Whether it has a log-probability: after an edit, the steps that follow have none yet."""
+        return not math.isnan(self.logprob)
+
+    @property
     def explained(self) -> bool:
         """Whether the step has more than its token and log-probability."""
         return self.rank is not None

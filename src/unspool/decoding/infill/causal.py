@@ -8,6 +8,7 @@ best few fillings of the earlier ones.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -104,9 +105,7 @@ def continuations(
     last_logprob = 0.0  # of the last token, if it could be replaced
     if text and before is not None:
         last_logprob = float(before[last])
-        longer = [
-            n for n, piece in enumerate(table) if len(piece) > len(text) and piece.startswith(text)
-        ]
+        longer = _longer_tokens(lm.tokenizer, text)
         for place in _top_indices(before[longer], count):
             token = longer[place]
             adds = table[token][len(text) :]
@@ -119,8 +118,30 @@ def continuations(
     return sorted(result, key=lambda entry: -entry.logprob)[:count]
 
 
+def _longer_tokens(tokenizer: Tokenizer, text: bytes) -> list[int]:
+    """The tokens that start with this text and have more, in the order of their ids."""
+    pieces, ids = _sorted_tokens(tokenizer)
+    first = bisect_right(pieces, text)
+    last = bisect_left(pieces, text + b"\xff" * 8, first)  # longer than any run of 0xff in a token
+    return sorted(ids[first:last])
+
+
+@lru_cache(maxsize=4)
+def _sorted_tokens(tokenizer: Tokenizer) -> tuple[list[bytes], list[int]]:
+    """The bytes of all tokens in order, and their ids."""
+    table = _token_table(tokenizer)
+    ids = sorted(range(len(table)), key=table.__getitem__)
+    return [table[token] for token in ids], ids
+
+
 def _top_indices(row: Floats, count: int) -> list[int]:
-    best = np.argsort(-row, kind="stable")[:count]
+    """Indices of the highest values, the highest first; equal ones in their order."""
+    if len(row) > 4 * count:
+        least = np.partition(row, len(row) - count)[len(row) - count]
+        places = np.flatnonzero(row >= least)
+    else:
+        places = np.arange(len(row))
+    best = places[np.argsort(-row[places], kind="stable")[:count]]
     return [int(place) for place in best]
 
 

@@ -3,50 +3,9 @@
 import { api, ApiError } from "./api.js";
 import { requestSettings } from "./settings.js";
 import { adopt, changed, currentBranch, on, promptLength, reparent, state } from "./state.js";
+import { placeOf, pushGeneration, pushUndo } from "./write/history.js";
 
-const MAX_UNDO = 50;
-const undoStack = [];
-const redoStack = [];
-
-// -- undo and redo ----------------------------------------------------------------------------
-
-/** Add an action to the undo stack: `{label, undo, redo, forget?}`; `forget` runs when it leaves the stack. */
-export function pushUndo(action) {
-  undoStack.push(action);
-  redoStack.length = 0;
-  while (undoStack.length > MAX_UNDO) undoStack.shift().forget?.();
-  changed("history");
-}
-
-export const canUndo = () => undoStack.length > 0;
-export const canRedo = () => redoStack.length > 0;
-export const undoLabel = () => undoStack.at(-1)?.label ?? "";
-export const redoLabel = () => redoStack.at(-1)?.label ?? "";
-
-export async function undo() {
-  const action = undoStack.pop();
-  if (!action) return;
-  redoStack.push(action);
-  changed("history");
-  await action.undo();
-}
-
-export async function redo() {
-  const action = redoStack.pop();
-  if (!action) return;
-  undoStack.push(action);
-  changed("history");
-  await action.redo();
-}
-
-/** Another text is shown: what can be undone belongs to the one before. */
-export function forgetHistory() {
-  undoStack.forEach((action) => action.forget?.());
-  undoStack.length = redoStack.length = 0;
-  changed("history");
-}
-
-addEventListener("pagehide", () => undoStack.forEach((action) => action.forget?.()));
+export { canRedo, canUndo, forgetHistory, pushUndo, redo, redoLabel, undo, undoLabel } from "./write/history.js";
 
 export const CANDIDATES = 12; // sent with each step; the step panel can request more
 const DEFAULT_MAX_TOKENS = 200;
@@ -153,14 +112,12 @@ async function writeFrom(prompt) {
     const settings = { ...requestSettings(), seed: state.settings.seed ?? null };
     const body = { model: state.model, top: CANDIDATES, ...settings, ...prompt };
     const created = await createInSession(body);
-    const before = state.current;
+    const before = placeOf(currentBranch());
     const branch = adopt(created);
     state.draft = "";
     changed("draft");
     setCurrent(branch.id);
-    pushUndo({
-      label: "write", undo: () => jump(before), redo: () => jump(branch.id),
-    });
+    pushUndo({ label: "write", before, after: { id: branch.id, length: null } });
     await streamInto(branch);
   });
 }
@@ -197,11 +154,13 @@ export function toggleLibrary(isOpen = !state.library) {
   changed("library");
 }
 
-/** Resume the current branch, for `n` tokens or the default number. */
-export async function resumeWriting({ n = null } = {}) {
+/** Resume the current branch, for `n` tokens or the default number; `isPart`: of an action that undo has already. */
+export async function resumeWriting({ n = null, isPart = false } = {}) {
   const branch = currentBranch();
   if (!branch || state.writing) return;
+  const from = branch.steps.length;
   await attempt(() => streamInto(branch, n));
+  if (!isPart) pushGeneration(branch, from);
 }
 
 export const writeOneToken = () => resumeWriting({ n: 1 });
@@ -235,18 +194,11 @@ export async function sendReply(words) {
   const length = branch.steps.length;
   const appendWords = async () => {
     adopt(await api.post(`/v1/tree/${branch.id}/append`, body));
-    if (isChat) markTemplateTokens(branch, length, words);
   };
   const goes = await attempt(appendWords);
   if (!goes) return false;
   pushUndo({
-    label: `add “${shorten(words)}”`,
-    undo: () => rewindTo(branch, length),
-    redo: () => attempt(async () => {
-      await jump(branch.id);
-      await appendWords();
-      await streamInto(branch);
-    }),
+    label: `add “${shorten(words)}”`, before: { id: branch.id, length }, after: { id: branch.id, length: null },
   });
   return attempt(() => streamInto(branch));
 }
@@ -267,12 +219,6 @@ export function markTemplateTokens(branch, from, words) {
   });
 }
 
-async function rewindTo(branch, length) {
-  await pauseWriting();
-  await attempt(async () => adopt(await api.post(`/v1/tree/${branch.id}/rewind`, { to: length })));
-  jump(branch.id);
-}
-
 /** Fork at a position with another token or text, and resume; the old text stays as a branch. */
 export async function chooseToken(position, { token, text }) {
   const branch = currentBranch();
@@ -283,33 +229,26 @@ export async function chooseToken(position, { token, text }) {
     const what = text === undefined ? { token } : { text };
     const rest = restOfTurn(branch, at); // read before `choose`: a lost branch gets another id
     const fork = adopt(await api.post(`/v1/tree/${branch.id}/choose`, { at, ...what }));
-    if (rest.length) {
-      const moved = fork.steps.length - at - 1;
-      adopt(await api.post(`/v1/tree/${fork.id}/append`, { tokens: rest }));
-      fork.added = new Set([...branch.added ?? []].filter((index) => index !== at).map((index) => (index > at ? index + moved : index)));
-    }
+    if (rest.length) adopt(await api.post(`/v1/tree/${fork.id}/append`, { tokens: rest }));
     fork.isFromChoice = true;
     setCurrent(fork.id, position);
     const words = fork.steps.slice(at).map((step) => step.piece).join("");
     pushUndo({
       label: `choose “${shorten(words)}”`,
-      undo: () => jump(branch.id, position),
-      redo: () => jump(fork.id, position),
+      before: { ...placeOf(branch), selected: position },
+      after: { id: fork.id, length: null, selected: position },
     });
     await streamInto(fork);
   });
 }
 
-const SPECIAL = /^<\|.*\|>$|^<\/?s>$|^<[a-z_]+>$/;
-
 /** The tokens after a step in a turn of the user, up to the start of the model's; none if the step is not in such a turn. */
 function restOfTurn(branch, at) {
   if (!branch.prompt?.messages || !branch.steps[at]?.chosen) return [];
   const end = branch.steps.findIndex((step, index) => index > at && !step.chosen);
-  const rest = branch.steps.slice(at + 1, end < 0 ? undefined : end);
-  // The template ends the turn: without that, the token was chosen in a turn of the model.
-  const isTurn = rest.some((step, number) => branch.added?.has(at + 1 + number) || SPECIAL.test(step.piece));
-  return isTurn ? rest.map(({ token }) => token) : [];
+  const turn = (branch.turns ?? []).find(({ start, end: turnEnd }) => start <= at && at < turnEnd);
+  if (!turn || turn.role === "assistant") return [];
+  return branch.steps.slice(at + 1, end < 0 ? undefined : end).map(({ token }) => token);
 }
 
 export const shorten = (words) => (words.length > 24 ? `${words.slice(0, 23)}…` : words).trim();
@@ -448,17 +387,18 @@ export async function ensureSteps(id) {
   return adopt(await api.get(`/v1/tree/${id}`));
 }
 
-export async function renameBranch(id, name) {
+/** Set the name of a branch; false if that failed. */
+export const setName = (id, name) => attempt(async () => {
   const branch = state.branches.get(id);
-  const before = branch.name;
-  const setName = (value) => attempt(async () => {
-    if (!branch.recorded) await api.patch(`/v1/tree/${id}`, { name: value || null });
-    branch.name = value || null;
-    changed("branches");
-  });
-  if (await setName(name)) {
-    pushUndo({ label: `rename to “${shorten(name)}”`, undo: () => setName(before), redo: () => setName(name) });
-  }
+  if (!branch) return;
+  if (!branch.recorded) await api.patch(`/v1/tree/${id}`, { name: name || null });
+  branch.name = name || null;
+  changed("branches");
+});
+
+export async function renameBranch(id, name) {
+  const before = state.branches.get(id).name;
+  if (await setName(id, name)) pushUndo({ label: `rename to “${shorten(name)}”`, kind: "name", id, before, after: name });
 }
 
 /** Delete a branch from the page. The server deletes it when this can no longer be undone. */
@@ -466,38 +406,42 @@ export async function removeBranch(id) {
   const branch = state.branches.get(id);
   if (!branch) return;
   if (state.writing?.branch === id) await pauseWriting();
-  const wasCurrent = state.current === id;
+  await hideBranch(id);
+  pushUndo({ label: `delete “${shorten(branch.name || branch.preview || "branch")}”`, kind: "delete", id });
+}
+
+/** Take a branch off the page; its children are shown as those of its parent. */
+export async function hideBranch(id) {
+  const branch = state.branches.get(id);
+  if (!branch) return;
   const children = [...state.branches.values()].filter((child) => child.parent === id);
-  const before = children.map(({ forked_at }) => forked_at);
-  const takeAway = async () => {
-    state.branches.delete(id);
-    state.removed.set(id, branch);
-    children.forEach(reparent);
-    changed("branches");
-    if (state.comparing === id) state.comparing = null;
-    if (state.current === id) {
-      const next = state.branches.get(branch.parent) ?? [...state.branches.values()].at(-1);
-      await jump(next?.id ?? null);
-    }
-  };
-  const putBack = async () => {
-    state.removed.delete(id);
-    state.branches.set(id, branch);
-    children.forEach((child, at) => Object.assign(child, { parent: id, forked_at: before[at] }));
-    changed("branches");
-    if (wasCurrent) await jump(id);
-  };
-  await takeAway();
-  pushUndo({
-    label: `delete “${shorten(branch.name || branch.preview || "branch")}”`,
-    undo: putBack,
-    redo: takeAway,
-    forget: () => state.branches.has(id) || deleteOnServer(id),
-  });
+  branch.hidden = { wasCurrent: state.current === id, children: children.map((child) => [child.id, child.forked_at]) };
+  state.branches.delete(id);
+  state.removed.set(id, branch);
+  children.forEach(reparent);
+  changed("branches");
+  if (state.comparing === id) state.comparing = null;
+  if (state.current === id) {
+    const next = state.branches.get(branch.parent) ?? [...state.branches.values()].at(-1);
+    await jump(next?.id ?? null);
+  }
+}
+
+/** Put a branch back on the page that `hideBranch` took away. */
+export async function showBranch(id) {
+  const branch = state.removed.get(id);
+  if (!branch) return;
+  state.removed.delete(id);
+  state.branches.set(id, branch);
+  for (const [child, forked_at] of branch.hidden?.children ?? []) {
+    if (state.branches.has(child)) Object.assign(state.branches.get(child), { parent: id, forked_at });
+  }
+  changed("branches");
+  if (branch.hidden?.wasCurrent) await jump(id);
 }
 
 /** Delete a branch on the server; `keepalive` lets the request finish when the page closes. */
-function deleteOnServer(id) {
+export function deleteOnServer(id) {
   const headers = api.key ? { authorization: `Bearer ${api.key}` } : {};
   fetch(`/v1/tree/${id}`, { method: "DELETE", headers, keepalive: true }).catch(() => {});
 }

@@ -23,6 +23,9 @@ export const state = {
   revision: null, // {branch, proposals, …}: proposed edits that are open
   comparing: null, // a second branch, shown beside the current one
   writing: null,
+  editing: false, // whether a tap puts a caret in the text (with a mouse, a click always does)
+  afterEdit: "rescore", // what happens to the text after an edit: "rescore" or "keep"
+  reading: false, // whether the text is rendered instead of shown token by token
   tint: "probability",
   speed: null, // tokens a second; null: no limit; 0: one token per key press
   panel: "step", // a name of PANELS
@@ -112,6 +115,7 @@ export function reparent(branch) {
 function inheritSteps(branch, parent, length) {
   branch.steps = parent.steps.slice(0, length);
   branch.runs = parent.runs.filter((run) => run.from < length);
+  branch.turns ??= parent.turns?.filter((turn) => turn.end <= length);
   branch.retracted = parent.retracted.filter((cut) => cut.at < length);
   branch.added = new Set([...(parent.added ?? [])].filter((index) => index < length));
 }

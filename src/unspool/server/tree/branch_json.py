@@ -21,6 +21,7 @@ from unspool.server.tree.branches import MessageSpan, TreeBranch, TreePrompt
 from unspool.server.tree.library import Branches, UserBranches
 from unspool.server.tree.prompt import DEFAULT_TOKENS
 from unspool.server.tree.storage import TreeStorage
+from unspool.server.tree.turns import find_turns
 
 
 def summary(branch: TreeBranch) -> dict[str, Any]:
@@ -159,8 +160,17 @@ async def reply(branch: TreeBranch, since: int | None, *, prompt: bool = False) 
 
     Verbs reply with new steps only, because there may be many before them.
     """
-    steps = None if since is None else branch.steps[since:]
+    all_steps = list(branch.steps)
+    steps = None if since is None else all_steps[since:]
     work = partial(
         branch_with_steps, branch_json(branch), branch.prompt, steps, since or 0, prompt=prompt
     )
-    return await in_thread(lambda: JsonReply(work()))
+
+    def build() -> JsonReply:
+        json = work()
+        if steps is not None and branch.prompt.messages is not None:
+            turns = find_turns(branch.prompt.tokenizer, all_steps)
+            json["turns"] = [_span(turn) for turn in turns]
+        return JsonReply(json)
+
+    return await in_thread(build)

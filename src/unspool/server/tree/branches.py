@@ -340,6 +340,22 @@ class TreeBranch:
             common += 1
         return common
 
+    def set_scores(self, first: int, steps: Sequence[Step]) -> bool:
+        """Give the steps from `first` on their scores; False if they changed meanwhile."""
+        current = self.steps[first : first + len(steps)]
+        if self.deleted or self.writing is not None or len(current) < len(steps):
+            return False
+        if any(
+            old.token != new.token or old.is_scored or old.position != new.position
+            for old, new in zip(current, steps, strict=True)
+        ):
+            return False
+        scored = [*self.steps[:first], *steps, *self.steps[first + len(steps) :]]
+        ending = self.finish_reason, self.fault
+        self.replace_text(replace(self.generation, steps=scored), first, "score")
+        self.finish_reason, self.fault = ending
+        return True
+
     def add_step(self, step: Step) -> None:
         num_left = len(self.steps) - step.retracts
         if step.retracts:

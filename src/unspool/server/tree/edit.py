@@ -38,6 +38,7 @@ from unspool.server.runtime.texts import finite
 from unspool.server.runtime.threads import Worker
 from unspool.server.tree.branch_json import branches_of, reply, router
 from unspool.server.tree.branches import TreeBranch, TreePrompt, fork_branch
+from unspool.server.tree.edit_text import score_parts
 from unspool.server.tree.prompt import Name, Place
 
 # -- A branch as plain text for infill and revision, and the steps of each part of it
@@ -106,7 +107,6 @@ def checked_range(branch: TreeBranch, first: int, last: int) -> tuple[int, int]:
 
 MAX_CANDIDATES = 32
 MAX_CHANGES = 256
-_SCORED_IN_A_CALL = 64  # tokens
 _EXTRA_TOKENS = 2  # that a candidate may have more than the part it replaces
 _MAX_CANDIDATE_TOKENS = 24
 
@@ -235,17 +235,14 @@ def _sort_changes(
 def _replace_parts(
     call: Call, draft: Generation, changes: list[tuple[int, int, str]]
 ) -> Generation:
-    lm, old = call.served.lm, draft.tokens
+    lm = call.served.lm
     call.check_text(*(text for _, _, text in changes))
-    tokens, at = list[int](), changes[0][0]
-    for first, last, text in changes:
-        tokens += [*old[at:first], *lm.tokenizer.encode(text)]
-        at = last
-    tokens += old[at:]
-    changed = draft.rewind(changes[0][0])
-    lm.prompt_ids([*changed.prompt, *changed.tokens, *tokens])
-    for start in range(0, len(tokens), _SCORED_IN_A_CALL):
-        changed = changed.choose(tokens[start : start + _SCORED_IN_A_CALL])
+    changed = draft.edited(
+        [(first, last, lm.tokenizer.encode(text)) for first, last, text in changes]
+    )
+    lm.prompt_ids([*changed.prompt, *changed.tokens])
+    first = changes[0][0]
+    changed.steps[first:] = [step for _, steps in score_parts(changed, first) for step in steps]
     return changed
 
 

@@ -143,6 +143,7 @@ class Branches:
         common: int,
         verb: str,
         *,
+        prompt: TreePrompt | None = None,
         at_rest: bool = True,
     ) -> None:
         """Replace the text of a branch; watchers learn that `common` steps stay."""
@@ -151,12 +152,13 @@ class Branches:
 
         def apply() -> None:
             branch.check_exists()
+            branch.prompt = prompt or branch.prompt
             branch.replace_text(generation, common, verb)
             branch.updated = updated
 
         job = None
         if self.storage is not None and branch.number is not None:
-            job = self.storage.replacement(branch, generation, updated)
+            job = self.storage.replacement(branch, generation, updated, prompt)
         await self.write(job, apply, branch)
         if at_rest:
             self._came_to_rest(branch)

@@ -155,7 +155,11 @@ def new_branch(call: Call, body: CreateRequest) -> TreeBranch:
         raise bad_request("give either prompt or messages", "prompt")
     lm = call.served.lm
     options = {name: value for name, value in body.settings().items() if value is not None}
-    prompt = _from_text(call, body.prompt) if body.prompt is not None else _from_chat(call, body)
+    if body.messages is not None:
+        prompt = chat_tree_prompt(call, [template_message(message) for message in body.messages])
+    else:
+        assert body.prompt is not None
+        prompt = _from_text(call, body.prompt)
     options["thoughts"] = prompt.messages is not None
     call.check_prompt(len(prompt.ids))
     options["stop"] = (*options.get("stop", ()), *prompt.stops)
@@ -220,9 +224,8 @@ def _from_text(call: Call, prompt: str | list[int]) -> TreePrompt:
     )
 
 
-def _from_chat(call: Call, body: CreateRequest) -> TreePrompt:
-    assert body.messages is not None
-    messages = [template_message(message) for message in body.messages]
+def chat_tree_prompt(call: Call, messages: list[dict[str, Any]]) -> TreePrompt:
+    """The prompt of a conversation, formatted by the chat template."""
     call.check_text(*(str(message.get("content", "")) for message in messages))
     chat = chat_prompt(call.served, messages, ToolUse(), {})
     tokenizer = call.served.lm.tokenizer
@@ -267,10 +270,12 @@ def _content(
     tokenizer: Tokenizer, ids: Sequence[int], start: int, end: int, words: str
 ) -> tuple[int, int] | None:
     """The tokens of a message's content, which templates may trim."""
-    content = words.strip().encode("utf-8", "replace")
     pieces = [tokenizer.token_bytes(token) for token in ids[start:end]]
+    text, content = b"".join(pieces), words.encode("utf-8", "replace")
+    if content not in text:
+        content = content.strip()
     # The last occurrence: the template may have the same words before it.
-    place = b"".join(pieces).rfind(content) if content else -1
+    place = text.rfind(content) if content else -1
     if place < 0:
         return None
     first = last = None

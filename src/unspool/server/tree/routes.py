@@ -19,7 +19,14 @@ from unspool.server.dialects.chat_prompt import template_message
 from unspool.server.http.errors import bad_request
 from unspool.server.http.replies import JsonReply
 from unspool.server.runtime.state import Call, state_of
-from unspool.server.tree import edit, futures, look, sessions, writing  # noqa: F401  endpoints
+from unspool.server.tree import (  # noqa: F401  endpoints
+    edit,
+    edit_text,
+    futures,
+    look,
+    sessions,
+    writing,
+)
 from unspool.server.tree.branch_json import branches_of, reply, router, summary
 from unspool.server.tree.branches import Bookmark, TreeBranch, fork_branch
 from unspool.server.tree.prompt import (

@@ -223,8 +223,14 @@ class TreeStorage:
             db.insert("vocabularies", {"hash": name, "data": data})
         return name
 
-    def replacement(self, branch: TreeBranch, generation: Generation, updated: float) -> Job:
-        """Replace the text of a branch; steps that stay are not written again."""
+    def replacement(
+        self,
+        branch: TreeBranch,
+        generation: Generation,
+        updated: float,
+        prompt: TreePrompt | None = None,
+    ) -> Job:
+        """Replace the text of a branch, and its prompt; steps that stay are not written again."""
         common, number = branch.num_common(generation.steps), branch.number
         steps = list(generation.steps[common:])
         changed = replace(branch, generation=generation, finish_reason=None, updated=updated)
@@ -238,6 +244,8 @@ class TreeStorage:
         def job(db: Connection) -> None:
             db.cut_steps(number, common)
             db.append_steps(number, steps)
+            if prompt is not None:
+                row["prompt"] = self._store_prompt(db, prompt)
             db.update("branches", branch.id, row)
 
         return job

@@ -315,7 +315,7 @@ class ChatTemplate:
             if skip <= 0:
                 ids += part.ids
             elif skip < len(part.text):
-                ids += self._encode_inside(part.text[skip:], at_start=False)
+                ids += self.encode_inside(part.text[skip:], at_start=False)
             skip -= len(part.text)
         return ids
 
@@ -499,18 +499,19 @@ class ChatTemplate:
 
     def _encode_text(self, text: str, at_start: bool) -> list[int]:
         """Encode the caller's text, without control tokens."""
-        ids = self._encode_inside(text, at_start)
+        ids = self.encode_inside(text, at_start)
         written = [control for control in self._controls if len(control) > 1 and control in text]
         if all(self._controls[control] not in ids for control in written):
             return ids
         # The vocabulary has the control token as an ordinary piece too: split its text in two.
         ids, at = [], 0
         while match := self._control_pattern.search(text, at):
-            ids += self._encode_inside(text[at : match.start() + 1], at_start and at == 0)
+            ids += self.encode_inside(text[at : match.start() + 1], at_start and at == 0)
             at = match.start() + 1
-        return ids + self._encode_inside(text[at:], at_start and at == 0)
+        return ids + self.encode_inside(text[at:], at_start and at == 0)
 
-    def _encode_inside(self, text: str, at_start: bool) -> list[int]:
+    def encode_inside(self, text: str, at_start: bool) -> list[int]:
+        """Encode a text that is at the start, or one that follows other text."""
         if at_start or not self._start_differs:
             return self.tokenizer.encode(text)
         # Encode after a line break, so that the text is not at a start, and remove the line break.

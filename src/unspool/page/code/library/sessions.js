@@ -1,9 +1,10 @@
 // Sessions: the texts of the library. A session is the branches of one text, with a title, tags and what the page shows
 // of it. And branches that the server lost in a restart: created again from what the page still has.
 
-import { attempt, CANDIDATES, forgetHistory, jump, pauseWriting } from "../actions.js";
+import { attempt, CANDIDATES, jump, pauseWriting } from "../actions.js";
 import { api } from "../api.js";
 import { adopt, changed, on, samePrompt, state } from "../state.js";
+import { loadHistory, saveHistory } from "../write/history.js";
 
 const pathOf = (id) => `/v1/tree/sessions/${encodeURIComponent(id)}`;
 
@@ -19,9 +20,9 @@ export function openSession(id, branchId = null) {
     const session = await api.get(pathOf(id));
     await pauseWriting();
     if (state.session !== id) {
-      forgetHistory();
       for (const [key, branch] of state.branches) if (branch.session && branch.session !== id) state.branches.delete(key);
     }
+    const isOther = state.session !== id;
     state.session = id;
     const { current, selected = null, runs = {} } = session.view;
     for (const branch of session.branches) {
@@ -29,6 +30,7 @@ export function openSession(id, branchId = null) {
       const adopted = adopt(branch);
       if (!isLoaded && Array.isArray(runs[branch.id])) adopted.runs = runs[branch.id];
     }
+    if (isOther) loadHistory(session.view.history);
     const [last] = session.branches.toSorted((a, b) => (b.updated ?? b.created) - (a.updated ?? a.created));
     const target = branchId ?? (state.branches.has(current) ? current : last?.id ?? null);
     await jump(target, target === current ? selected : null);
@@ -72,14 +74,14 @@ export function saveSessionOnChanges() {
     const branch = state.branches.get(current);
     if (!session || branch?.session !== session || !state.server.ready) return;
     const branches = [...state.branches.values()].filter((other) => other.session === session);
-    const view = { current, selected, runs: Object.fromEntries(branches.map(({ id, runs }) => [id, runs])) };
+    const view = { current, selected, runs: Object.fromEntries(branches.map(({ id, runs }) => [id, runs])), history: saveHistory() };
     if (JSON.stringify(view).length > MAX_VIEW_CHARS) view.runs = {};
     const text = JSON.stringify([session, view]);
     if (text === saved) return;
     saved = text;
     updateSession(session, { view }).catch(() => { saved = ""; }); // offline: saved with the next change
   };
-  for (const topic of ["current", "selection", "writing"]) on(topic, () => { timer ||= setTimeout(save, SAVE_MS); });
+  for (const topic of ["current", "selection", "writing", "history"]) on(topic, () => { timer ||= setTimeout(save, SAVE_MS); });
   on("current", () => {
     const session = state.branches.get(state.current)?.session;
     if (session) state.session = session;

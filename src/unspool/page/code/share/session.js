@@ -4,8 +4,9 @@ import { jump, pushUndo, updateSettings } from "../actions.js";
 import { api } from "../api.js";
 import { expand } from "./file.js";
 import { BadFile } from "./formats.js";
-import { adopt, changed, currentModel, samePrompt, sharedSteps, state } from "../state.js";
+import { adopt, changed, currentModel, promptLength, samePrompt, sharedSteps, state } from "../state.js";
 import { PANELS } from "../views.js";
+import { isTemplate } from "../write/document.js";
 
 const STAGES = [
   "repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram", "dry", "logit_bias",
@@ -168,7 +169,7 @@ function packBranch(branch) {
     since,
     steps: branch.steps.slice(since),
     retracted: branch.retracted,
-    added: [...(branch.added ?? [])],
+    added: branch.steps.flatMap((_, at) => (branch.added?.has(at) || isTemplate(branch, promptLength(branch) + at) ? [at] : [])),
   };
 }
 
@@ -501,7 +502,7 @@ export async function showSession(session, results) {
   changed("mode", "tint", "draft", "system", "panel", "view", "branches");
   const currentId = ids.get(session.current) ?? [...ids.values()].at(-1) ?? null;
   await jump(currentId, selected);
-  pushUndo({ label: "load a session", undo: () => jump(before), redo: () => jump(currentId, selected) });
+  pushUndo({ label: "load a session", before: { id: before, length: null }, after: { id: currentId, length: null, selected } });
 }
 
 /** A branch of the file in the form of a server response. */

@@ -40,8 +40,8 @@ export function watchSelection(body) {
     if (!branch || selection.isCollapsed || !selection.rangeCount) return;
     const range = selection.getRangeAt(0);
     if (!body.contains(range.startContainer) || !body.contains(range.endContainer)) return;
-    const inside = [...body.querySelectorAll(".t")].filter((token) => touches(range, token));
-    if (inside.length) selectSpan(branch, Number(inside[0].dataset.at), Number(inside.at(-1).dataset.at) + 1);
+    const ends = [edgeToken(range, true), edgeToken(range, false)];
+    if (ends[0] !== null && ends[1] !== null) selectSpan(branch, ends[0], ends[1] + 1);
   };
   const clearAll = () => {
     anchor = null;
@@ -55,14 +55,21 @@ export function watchSelection(body) {
   };
 }
 
-/** Whether a visible character of a token is selected, not only its edge or the space before it. */
-function touches(range, token) {
-  if (!range.intersectsNode(token)) return false;
-  const common = document.createRange();
-  common.selectNodeContents(token);
-  if (range.compareBoundaryPoints(Range.START_TO_START, common) > 0) common.setStart(range.startContainer, range.startOffset);
-  if (range.compareBoundaryPoints(Range.END_TO_END, common) < 0) common.setEnd(range.endContainer, range.endOffset);
-  return common.toString().trim() !== "";
+/** The first or last token of which a visible character is selected, not only its edge or the space before it. */
+function edgeToken(range, isFirst) {
+  const common = range.commonAncestorContainer;
+  const walker = document.createTreeWalker(common.nodeType === Node.TEXT_NODE ? common.parentNode : common, NodeFilter.SHOW_TEXT);
+  const [edge, offset] = isFirst ? [range.startContainer, range.startOffset] : [range.endContainer, range.endOffset];
+  walker.currentNode = edge.childNodes[offset] ?? edge;
+  for (let node = walker.currentNode; node; node = isFirst ? walker.nextNode() : walker.previousNode()) {
+    const token = node.nodeType === Node.TEXT_NODE ? node.parentElement.closest(".t") : null;
+    if (!token) continue;
+    if (!range.intersectsNode(node)) return null;
+    const from = node === range.startContainer ? range.startOffset : 0;
+    const to = node === range.endContainer ? range.endOffset : node.length;
+    if (node.data.slice(from, to).trim()) return Number(token.dataset.at);
+  }
+  return null;
 }
 
 // -- drawing ----------------------------------------------------------------------------------

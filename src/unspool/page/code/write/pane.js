@@ -4,6 +4,7 @@
 import { selectToken } from "../actions.js";
 import { clamp, count, isNarrow, isWord, nats, ordinal, percent, visibleText } from "../lib.js";
 import { changed, currentBranch, on, promptLength, state, stepAt, textLength, tokenAt } from "../state.js";
+import { isTemplate, mountDocument, startEditing } from "./document.js";
 import { applyMarks, extendSpan, selectChangeAt, watchSelection } from "./edits.js";
 
 export const TINTS = {
@@ -25,6 +26,7 @@ const TINT_LEVELS = {
 /** The CSS class that tints a step; none for certain tokens. */
 export function tintClass(step, by) {
   if (!step || step.logprob === undefined) return "";
+  if (step.logprob === null && step.rank === null) return "unscored"; // it follows an edit
   const tint = Math.round(clamp(TINT_LEVELS[by](step), 0, 9));
   return tint ? `tint-${tint}` : "";
 }
@@ -135,6 +137,10 @@ export function mountPane(element) {
   box = element;
   body = document.createElement("div");
   body.className = "tokens";
+  body.setAttribute("role", "textbox");
+  body.setAttribute("aria-multiline", "true");
+  body.setAttribute("aria-label", "The text: type to change it");
+  body.dir = "auto";
   layer = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   layer.id = "text-overlay";
   layer.setAttribute("aria-hidden", "true");
@@ -156,6 +162,7 @@ export function mountPane(element) {
   const leave = [
     on("steps", draw), on("current", draw), on("tint", retint), on("selection", markSelected), on("writing", onWritingChange),
     on("span", updateMarks), on("revision", updateMarks), watchSelection(body),
+    mountDocument({ box, body, redraw, restyle, get spans() { return rendered.spans; }, get tokens() { return rendered.tokens; } }),
     () => resized.disconnect(),
   ];
   draw();
@@ -217,6 +224,27 @@ function draw() {
   markSelected();
 }
 
+/** Draw again what changed, and the tokens from a position on. */
+function redraw(from = Infinity) {
+  if (from < rendered.tokens.length) cut(from);
+  draw();
+}
+
+/** Color tokens anew, after they were scored. */
+function restyle(from, length) {
+  const branch = currentBranch();
+  const promptTokens = promptLength(branch);
+  for (let at = from; at < Math.min(from + length, rendered.spans.length); at += 1) restyleToken(branch, at, promptTokens);
+  markSelected();
+}
+
+function restyleToken(branch, at, promptTokens) {
+  const span = rendered.spans[at];
+  const names = ["word", "part"].filter((name) => span.classList.contains(name));
+  styleToken(span, branch, at, rendered.tokens[at], at < promptTokens);
+  span.classList.add(...names);
+}
+
 /** Show another branch; tokens shared with the previous one stay in place. */
 function switchBranch(branch) {
   rendered.id = branch?.id ?? null;
@@ -250,6 +278,8 @@ function append(branch, at, token, isPrompt) {
   span.dataset.at = at;
   styleToken(span, branch, at, token, isPrompt);
   if (span.textContent.includes("⟨") && token.text?.startsWith("\ufffd")) showBytes(at);
+  joinCluster(span, at);
+  if (JOINED_SCRIPT.test(span.textContent)) hideParts(at);
   if (isWord(span.textContent, rendered.line.lastChild?.textContent)) span.classList.add("word");
   rendered.line.append(span);
   countReasoning(span, token);
@@ -266,6 +296,32 @@ function showBytes(before) {
   }
 }
 
+const EXTENDS = /^[\p{M}\p{Emoji_Modifier}\u200d\ufe0f\u{1f1e6}-\u{1f1ff}]/u;
+const clusters = new Intl.Segmenter(undefined, { granularity: "grapheme" });
+
+const JOINED_SCRIPT = /^[\p{Script=Arabic}\p{Script=Syriac}\p{Script=Mongolian}\p{Script=Nko}]/u;
+
+/** Between joined letters, the first token of a letter has no mark: it would cut the word in two. */
+function hideParts(before) {
+  for (let at = before - 1; rendered.spans[at]?.classList.contains("part"); at -= 1) rendered.spans[at].textContent = "\u200d";
+}
+
+/** Draw a character that several tokens make (a family of emoji, a flag, an accent) in one piece, in its last token. */
+function joinCluster(span, at) {
+  let before = at - 1;
+  while (rendered.spans[before]?.classList.contains("part")) before -= 1;
+  const other = rendered.spans[before];
+  if (!other || span.classList.contains("part") || other.parentNode !== rendered.line) return;
+  const [start, end] = [other.textContent, span.textContent];
+  if (!EXTENDS.test(end) && !start.endsWith("\u200d")) return;
+  const tail = [...clusters.segment(start)].at(-1)?.segment ?? "";
+  const [joined] = clusters.segment(tail + end);
+  if (joined.segment.length <= tail.length) return;
+  span.textContent = tail + end;
+  other.textContent = start.slice(0, start.length - tail.length) || "·";
+  if (start === tail) other.classList.add("part");
+}
+
 function styleToken(span, branch, at, token, isPrompt) {
   const names = ["t"];
   const piece = token.piece ?? token.text;
@@ -280,7 +336,7 @@ function styleToken(span, branch, at, token, isPrompt) {
   if (/^[\r\n]+$/.test(text)) names.push("break"); // drawn with a mark to point at
   const index = at - promptLength(branch);
   if (isPrompt) names.push("prompt");
-  if (isPrompt ? token.added : branch.added?.has(index)) names.push("added");
+  if (isTemplate(branch, at) || (!isPrompt && branch.added?.has(index))) names.push("added");
   if (!isPrompt) {
     names.push(tintClass(token, state.tint));
     if (token.chosen && !branch.unchanged?.has(index)) names.push("chosen");
@@ -291,18 +347,15 @@ function styleToken(span, branch, at, token, isPrompt) {
     }
   }
   span.className = names.filter(Boolean).join(" ");
-  span.textContent = text;
+  // Not again: the caret may be in it, or a character that several tokens make.
+  if (!span.firstChild) span.textContent = text;
 }
 
 function retint() {
   const branch = currentBranch();
   if (!branch) return;
   const promptTokens = promptLength(branch);
-  rendered.spans.forEach((span, at) => {
-    const isWordInLine = span.classList.contains("word");
-    styleToken(span, branch, at, rendered.tokens[at], at < promptTokens);
-    span.classList.toggle("word", isWordInLine);
-  });
+  rendered.spans.forEach((_, at) => restyleToken(branch, at, promptTokens));
   markSelected();
   if (highlight) highlightTokens(highlight.weights, highlight.upTo);
 }
@@ -331,7 +384,7 @@ function onTokenClick(position) {
   if (selectChangeAt(position)) return;
   selectToken(position);
   // On a narrow screen a sheet opens at the bottom: focus it, for screen readers.
-  if (position !== null && isNarrow()) {
+  if (position !== null && isNarrow() && !body.isContentEditable) {
     requestAnimationFrame(() => document.getElementById("side-panel")?.focus({ preventScroll: true }));
   }
 }
@@ -351,6 +404,11 @@ const MOVES = { ArrowLeft: -1, ArrowRight: 1 };
 function onKey(event) {
   const branch = currentBranch();
   if (!branch || event.target !== box || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Enter") {
+    event.preventDefault();
+    startEditing();
+    return;
+  }
   const last = textLength(branch) - 1;
   const now = state.selected ?? (event.key === "ArrowLeft" ? last + 1 : promptLength(branch) - 1);
   let next = null;

@@ -1,12 +1,13 @@
 // Rewriting a selected span, and proposed edits of a whole text. Every edit makes a new branch; the old text stays.
 
-import { attempt, clearFault, jump, pauseWriting, pushUndo, setCurrent, setFault, shorten } from "../actions.js";
+import { attempt, clearFault, pauseWriting, pushUndo, setCurrent, setFault, shorten } from "../actions.js";
 import { api } from "../api.js";
 import {
   clamp, html, nats, percent, plural, useChanges, useEffect, useLayoutEffect, useRef, useState,
 } from "../lib.js";
-import { adopt, changed, currentBranch, promptLength, state } from "../state.js";
+import { adopt, changed, currentBranch, modelOf, promptLength, state } from "../state.js";
 import { clearSpan } from "./edits.js";
+import { placeOf } from "./history.js";
 import { tokenBox } from "./pane.js";
 
 /**
@@ -21,43 +22,18 @@ async function replaceSpans(branch, changes, { label, after = () => {}, before =
     fork = adopt(await api.post(`/v1/tree/${branch.id}/replace`, { changes: spans }));
     fork.runs = [...branch.runs];
     fork.remaining = null;
-    fork.unchanged = unchangedSteps(branch, fork, spans);
     setCurrent(fork.id);
     after(fork);
     pushUndo({
       label,
-      undo: async () => { await jump(branch.id); before(); changed("revision"); },
-      redo: async () => { await jump(fork.id); after(fork); changed("revision"); },
+      before: placeOf(branch),
+      after: { id: fork.id, length: null },
+      onUndo: () => { before(); changed("revision"); },
+      onRedo: () => { after(fork); changed("revision"); },
     });
   });
   changed("revision");
   return fork;
-}
-
-/** Steps of the fork that the edits did not touch: they are not marked as chosen. */
-function unchangedSteps(branch, fork, changes) {
-  const spans = []; // new text, as character ranges
-  const chosenAt = new Set(); // character offsets of tokens that the user had chosen before
-  const sorted = [...changes].sort((a, b) => a.first - b.first);
-  let [at, next] = [0, 0];
-  branch.steps.forEach((step, number) => {
-    if (sorted[next]?.first === number) {
-      spans.push([at, at + sorted[next].text.length]);
-      at += sorted[next].text.length;
-    }
-    const isGone = sorted[next] && number >= sorted[next].first;
-    if (!isGone && step.chosen && !branch.unchanged?.has(number)) chosenAt.add(at);
-    if (!isGone) at += step.text.length;
-    if (sorted[next]?.last === number + 1) next += 1;
-  });
-  const unchanged = new Set();
-  at = 0;
-  fork.steps.forEach((step, number) => {
-    const end = at + step.text.length;
-    if (!spans.some(([start, stop]) => at < stop && end > start) && !chosenAt.has(at)) unchanged.add(number);
-    at = end;
-  });
-  return unchanged;
 }
 
 const clearRevision = () => {
@@ -68,6 +44,7 @@ const clearRevision = () => {
 // -- rewrite a span: candidates ranked by what comes before and after -------------------------------
 
 const CANDIDATES = 8;
+const NUM_REWRITES = 3; // by an instruction
 
 export function RewritePopup() {
   useChanges("span", "current", "layout");
@@ -88,6 +65,14 @@ function SpanPopup({ span }) {
       const filled = await api.post(`/v1/tree/${branch.id}/fill`, { first, last, candidates: CANDIDATES });
       setResult(filled);
     });
+    if (!goes) setResult(null);
+  };
+  const askByInstruction = async (event) => {
+    event.preventDefault();
+    const instruction = event.target.elements.instruction.value.trim();
+    if (!instruction) return;
+    setResult("loading");
+    const goes = await attempt(async () => setResult(await rewriteByInstruction(branch, span, instruction)));
     if (!goes) setResult(null);
   };
   useEffect(() => { if (span.isRequested && result === null) ask(); }, [span.isRequested]);
@@ -111,10 +96,27 @@ function SpanPopup({ span }) {
     document.getElementById("text")?.focus({ preventScroll: true });
   };
   return html`<div ref=${box} class="rewrite panel" role="group" aria-label="Selected span" style=${place} onKeyDown=${onKey}>
-    ${result === null && html`<button class="button main" id="rewrite" onClick=${ask}>Rewrite span</button>`}
+    ${result === null && html`<div class="row"><button class="button main" id="rewrite" onClick=${ask}>Rewrite span</button>
+      ${(modelOf(branch)?.unspool?.chat ?? true) && html`<form class="row" onSubmit=${askByInstruction}>
+        <input class="field small" name="instruction" aria-label="Instruction for the span" placeholder="or by an instruction: shorter" />
+        <button class="button">Ask</button></form>`}</div>`}
     ${result === "loading" && html`<p class="quiet small" role="status">Drafting and ranking candidates …</p>`}
     ${result?.candidates && html`<${CandidateList} result=${result} pick=${applyCandidate} leave=${leave} />`}
   </div>`;
+}
+
+/** Ask the model itself for new words; its answers, as candidates. */
+async function rewriteByInstruction(branch, { first, last }, instruction) {
+  const old = branch.steps.slice(first, last).map((step) => step.text).join("");
+  const content = `Rewrite this text. ${instruction}\nReply with the new text only.\n\n${old.trim()}`;
+  const { choices } = await api.post("/v1/chat/completions", {
+    model: branch.model, messages: [{ role: "user", content }], n: NUM_REWRITES, max_tokens: 2 * (last - first) + 32,
+  });
+  const [lead, tail] = [/^\s*/.exec(old)[0], /\s*$/.exec(old.trimStart())[0]];
+  const texts = new Set(choices.map(({ message }) => message.content.trim()).filter(Boolean));
+  const candidates = [...texts].map((words) => ({ new: words, first, last, text: lead + words + tail, score: null, probability: null, now: false }));
+  if (!candidates.length) throw new Error("The model gave no text; try another instruction.");
+  return { by: "instruction", old: old.trim(), candidates };
 }
 
 function CandidateList({ result, pick, leave }) {
@@ -132,6 +134,7 @@ function CandidateList({ result, pick, leave }) {
 }
 
 const METHODS = {
+  instruction: "The answers of the model to your instruction.",
   ranking: "Drafted left to right, ranked by the likelihood of the text that follows.",
   fim: "Infilled by the model with its FIM tokens, from both sides.",
   masked: "Infilled with mask tokens, from both sides.",

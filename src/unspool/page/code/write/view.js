@@ -36,6 +36,7 @@ function Toolbar() {
   return html`<${Fold} class="bar row" name="More controls">
     <${LibraryButton} />
     <${History} />
+    <${ReadSwitch} />
     <${TintChoice} doubts />
     <${Speed} />
     <span class="grow"></span>
@@ -87,10 +88,24 @@ export function TintChoice({ doubts = false }) {
 
 // -- the text -----------------------------------------------------------------------------------
 
+/** Switch between the text rendered and the text token by token. */
+export function ReadSwitch() {
+  useChanges("reading", "current");
+  if (!state.current) return null;
+  const set = (reading) => () => {
+    state.reading = reading;
+    changed("reading");
+  };
+  return html`<div class="segments folds" role="group" aria-label="Show the text">
+    <button type="button" id="read" aria-pressed=${state.reading} onClick=${set(true)} title="Turns with Markdown rendered">Read</button>
+    <button type="button" id="tokens" aria-pressed=${!state.reading} onClick=${set(false)} title="Token by token, to edit">Tokens</button></div>`;
+}
+
 function Text() {
-  useChanges("comparing");
+  useChanges("comparing", "reading", "current");
+  if (state.reading && state.current && !state.comparing) return html`<${Lazy} key="reader" file="./write/read.js" name="Reader" />`;
   if (state.comparing) return html`<${Lazy} file="./map/side_by_side.js" name="SideBySide" />`;
-  return html`<${Pane} />`;
+  return html`<${Pane} key="pane" /><${Lazy} key="edit-bar" file="./write/edit_bar.js" name="EditBar" quiet />`;
 }
 
 /** The current text; every token can be selected. */
