@@ -42,8 +42,8 @@ ORDER: dict[str, dict[str, list[str]]] = {
             "generate-with-diffusion", "infill", "edit-a-text",
         ],
         "Inspect and change": [
-            "get-logprobs", "hidden-states", "rewind-and-fork", "save-and-replay", "keep-your-texts",
-            "tokenize-text", "measure-costs", "use-the-page", "use-in-a-notebook",
+            "get-logprobs", "hidden-states", "rewind-and-fork", "save-and-replay",
+            "keep-your-texts", "tokenize-text", "measure-costs", "use-the-page", "use-in-a-notebook",
         ],
         "Serve": [
             "use-openai-clients", "use-ollama-and-anthropic-clients", "use-llama-cpp-clients",

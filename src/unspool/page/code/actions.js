@@ -3,9 +3,9 @@
 import { api, ApiError } from "./api.js";
 import { requestSettings } from "./settings.js";
 import { adopt, changed, currentBranch, on, promptLength, reparent, state } from "./state.js";
-import { placeOf, pushGeneration, pushUndo } from "./write/history.js";
+import { loadHistory, placeOf, pushGeneration, pushUndo } from "./write/history.js";
 
-export { canRedo, canUndo, forgetHistory, pushUndo, redo, redoLabel, undo, undoLabel } from "./write/history.js";
+export { canRedo, canUndo, pushUndo, redo, redoLabel, undo, undoLabel } from "./write/history.js";
 
 export const CANDIDATES = 12; // sent with each step; the step panel can request more
 const DEFAULT_MAX_TOKENS = 200;
@@ -140,7 +140,7 @@ async function createInSession(body) {
 export async function newText() {
   await pauseWriting();
   openView("write");
-  forgetHistory();
+  loadHistory(null);
   for (const [id, branch] of state.branches) if (branch.session) state.branches.delete(id);
   state.session = null;
   state.isFirstVisit = false;

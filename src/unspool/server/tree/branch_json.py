@@ -22,6 +22,7 @@ from unspool.server.tree.library import Branches, UserBranches
 from unspool.server.tree.prompt import DEFAULT_TOKENS
 from unspool.server.tree.storage import TreeStorage
 from unspool.server.tree.turns import find_turns
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 
 def summary(branch: TreeBranch) -> dict[str, Any]:
@@ -142,7 +143,10 @@ def branch_store(state: ServerState) -> Branches:
 def _open_store(state: ServerState) -> Branches:
     settings, storage = state.settings, None
     if state.database is not None:
-        storage = TreeStorage(state.database)
+        loaded = state.registry.loaded
+        storage = TreeStorage(
+            state.database, lambda: [served.lm.tokenizer for served in list(loaded.values())]
+        )
         storage.index_remaining()
     store = Branches(settings.max_branches, settings.replica, storage)
     store.purge()
@@ -168,8 +172,12 @@ async def reply(branch: TreeBranch, since: int | None, *, prompt: bool = False) 
 
     def build() -> JsonReply:
         json = work()
-        if steps is not None and branch.prompt.messages is not None:
-            turns = find_turns(branch.prompt.tokenizer, all_steps)
+        tokenizer = (
+            branch.prompt.tokenizer
+        )  # only tokens, if the model of a stored text is not loaded
+        has_turns = steps is not None and branch.prompt.messages is not None
+        if has_turns and isinstance(tokenizer, Tokenizer):
+            turns = find_turns(tokenizer, all_steps)
             json["turns"] = [_span(turn) for turn in turns]
         return JsonReply(json)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -29,6 +29,7 @@ from unspool.server.tree.branches import (
     TreePrompt,
 )
 from unspool.store.database import Connection, Database, StoredVocabulary, content_hash, join_steps
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 Job = Callable[[Connection], Any]
@@ -69,8 +70,11 @@ class StoredContent:
 class TreeStorage:
     """The branches and sessions in one database."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(
+        self, database: Database, tokenizers: Callable[[], Iterable[Tokenizer]] = tuple
+    ) -> None:
         self.database = database
+        self._tokenizers = tokenizers  # of the loaded models
         self._vocabularies: dict[str, StoredVocabulary] = {}  # that were read
         self._hashes: WeakKeyDictionary[TokenTexts, str] = WeakKeyDictionary()
 
@@ -138,7 +142,11 @@ class TreeStorage:
 
         return job
 
-    def _vocabulary(self, db: Connection, name: str) -> StoredVocabulary:
+    def _vocabulary(self, db: Connection, name: str) -> TokenTexts:
+        """The tokenizer of a loaded model, which also knows the chat template, or the tokens."""
+        for tokenizer in self._tokenizers():
+            if self._vocabulary_hash(tokenizer) == name:
+                return tokenizer
         if name not in self._vocabularies:
             data = db.value("SELECT data FROM vocabularies WHERE hash=?", (name,))
             vocabulary = self._vocabularies[name] = StoredVocabulary.from_bytes(data)
@@ -213,15 +221,18 @@ class TreeStorage:
         return name
 
     def _store_vocabulary(self, db: Connection, tokenizer: TokenTexts) -> str:
-        name = self._hashes.get(tokenizer)
-        if name is None:
-            tokens = map(tokenizer.token_bytes, range(len(tokenizer)))
-            name = self._hashes[tokenizer] = content_hash(*tokens)
+        name = self._vocabulary_hash(tokenizer)
         if db.value("SELECT 1 FROM vocabularies WHERE hash=?", (name,)) is None:
             tokens = map(tokenizer.token_bytes, range(len(tokenizer)))
             data = StoredVocabulary(tuple(tokens)).to_bytes()
             db.insert("vocabularies", {"hash": name, "data": data})
         return name
+
+    def _vocabulary_hash(self, tokenizer: TokenTexts) -> str:
+        if tokenizer not in self._hashes:
+            tokens = map(tokenizer.token_bytes, range(len(tokenizer)))
+            self._hashes[tokenizer] = content_hash(*tokens)
+        return self._hashes[tokenizer]
 
     def replacement(
         self,

@@ -117,12 +117,6 @@ export function loadHistory(saved) {
   changed("history", "branches");
 }
 
-/** Another text is shown: what can be undone belongs to the one before. */
-export function forgetHistory() {
-  for (const entry of done) forget(entry, true);
-  loadHistory(null);
-}
-
 addEventListener("pagehide", () => {
   if (!isSaved) for (const entry of done) forget(entry, true);
 });
