@@ -72,6 +72,7 @@ def tree_of(server: Running, key: str) -> Tree:
 BODIES = {  # what a verb needs besides the id
     "rewind": {"to": 0}, "choose": {"text": "x"}, "append": {"text": "x"},
     "fill": {"first": 0, "last": 1}, "replace": {"changes": [{"first": 0, "last": 1, "text": "x"}]},
+    "edit": {"first": 9, "last": 10, "text": "x"},
 }  # fmt: skip
 
 
@@ -229,21 +230,24 @@ def test_what_could_not_begin_is_seen_by_nobody(serving, monkeypatch):
 
 def test_a_change_of_a_branch_that_is_deleted_meanwhile_is_not_acknowledged(serving, monkeypatch):
     alice = tree_of(serving, ALICE)
-    choose = Generation.choose
     for verb, params in (
         ("append", {"text": "x"}),
         ("choose", {"text": "x", "fork": False}),
         ("replace", {**BODIES["replace"], "fork": False}),
+        ("edit", {**BODIES["edit"], "fork": False}),
     ):
         created = alice.ask("POST", "", json={"prompt": "The union"})
         alice.do("append", created, text=" of states")
 
-        def deletes(self: Generation, *tokens: Any, name: str = created["id"]) -> Generation:
+        method = "edited" if verb in ("replace", "edit") else "choose"
+        change = getattr(Generation, method)
+
+        def deletes(*args: Any, run: Any = change, name: str = created["id"], **kw: Any) -> Any:
             tree_of(serving, ALICE).ask("DELETE", f"/{name}")
-            return choose(self, *tokens)
+            return run(*args, **kw)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Generation, "choose", deletes)
+            patch.setattr(Generation, method, deletes)
             assert alice.do(verb, created, 404, **params)["error"]["code"] == "branch_not_found"
     assert branch_store(serving.state).weight == 0
 
