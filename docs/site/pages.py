@@ -43,7 +43,8 @@ ORDER: dict[str, dict[str, list[str]]] = {
         ],
         "Inspect and change": [
             "get-logprobs", "hidden-states", "rewind-and-fork", "save-and-replay",
-            "keep-your-texts", "tokenize-text", "measure-costs", "use-the-page", "use-in-a-notebook",
+            "keep-your-texts", "tokenize-text", "measure-costs", "use-the-page",
+            "use-in-a-notebook",
         ],
         "Serve": [
             "use-openai-clients", "use-ollama-and-anthropic-clients", "use-llama-cpp-clients",

@@ -107,7 +107,7 @@ def test_more_branches_than_memory_holds(small_entry: Any, tmp_path: Path):
 
 def test_a_second_process_gets_an_error_that_names_the_first(tmp_path: Path):
     with StateFolder(tmp_path) as folder:
-        with pytest.raises(FolderInUseError, match=r"in use by process \d+ \(unspool .*--state"):
+        with pytest.raises(FolderInUseError, match=r"in use by process \d+ \(unspool.*--state"):
             StateFolder(tmp_path)
         folder.close()
         with StateFolder(tmp_path):

@@ -172,9 +172,7 @@ async def reply(branch: TreeBranch, since: int | None, *, prompt: bool = False) 
 
     def build() -> JsonReply:
         json = work()
-        tokenizer = (
-            branch.prompt.tokenizer
-        )  # only tokens, if the model of a stored text is not loaded
+        tokenizer = branch.prompt.tokenizer  # of a stored text: only tokens, until its model runs
         has_turns = steps is not None and branch.prompt.messages is not None
         if has_turns and isinstance(tokenizer, Tokenizer):
             turns = find_turns(tokenizer, all_steps)
