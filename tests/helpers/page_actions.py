@@ -70,7 +70,8 @@ def open_menu(page: Page, item: str) -> None:
 
 def set_settings(page: Page, **settings: Any) -> None:
     """In the settings panel, as a person types them."""
-    open_panel(page, "Settings")
+    panel = open_panel(page, "Settings")
+    expect(panel.locator("#preset")).to_be_visible()  # the panel is loaded
     for name, value in settings.items():
         field = page.locator(f"#set-{name}")
         if not field.is_visible():  # in a part that is folded

@@ -15,7 +15,7 @@ from helpers.page_colors import check_looks
 def open_futures(page: Page, at: int | None = None) -> Locator:
     if at is not None:
         tokens(page).nth(at).click()
-    open_panel(page, "Map")
+    open_panel(page, "Branches")
     page.locator("#show-futures").click()
     dialog = page.get_by_role("dialog", name="Futures")
     expect(dialog.get_by_role("treeitem").first).to_be_visible()
@@ -112,7 +112,7 @@ def test_a_failure_is_said_and_closing_ends_the_request(
 ) -> None:
     expected_errors += ["ERR_FAILED", "500"]
     write(page, "Once upon a time", max_tokens=4, seed=3)
-    open_panel(page, "Map")
+    open_panel(page, "Branches")
     fault = '{"error": {"message": "out of memory", "type": "server_error"}}'
     page.route(
         "**/futures", lambda route: route.fulfill(status=500, body=fault, content_type="text/json")

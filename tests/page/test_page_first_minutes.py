@@ -190,7 +190,7 @@ def test_samples_that_part_within_a_character_show_its_bytes(page: Page) -> None
 def test_settings_are_reset(page: Page) -> None:
     set_settings(page, temperature=1.5)
     panel = page.locator("#side-panel")
-    panel.get_by_role("button", name="Reset").click()
+    panel.get_by_role("button", name="Reset", exact=True).click()
     expect(page.locator("#set-temperature")).to_have_value("0.8")
 
     write(page, "Once upon a time", max_tokens=8, seed=3)

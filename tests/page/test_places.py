@@ -35,7 +35,7 @@ def lose_all_branches(server: Any) -> None:
     """As a server that was killed and started again without --state."""
     store = branch_store(server.state)
     for item in list(store.all.values()):
-        store.delete(item)
+        store._delete(item, 0.0)
     store.deleted.clear()
     store.sessions.clear()
 

@@ -31,7 +31,7 @@ def test_a_prompt_and_enter_write_a_text(page: Page) -> None:
     assert reply["seed"] == 7
     ending = page.locator("#ending")
     expect(ending).to_have_text("Stopped: max tokens reached.")
-    page.get_by_role("button", name="Continue").click()
+    page.get_by_role("button", name="Continue", exact=True).click()
     expect(tokens(page)).to_have_count(24)
     finished(page)
     expect(ending).to_have_text("Stopped: max tokens reached.")
