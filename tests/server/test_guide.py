@@ -53,7 +53,7 @@ BETWEEN = "%%% the next block %%%"
 def tidy(server: Any) -> Iterator[None]:
     """Branches and sessions that an example leaves behind are gone afterwards."""
 
-    def left() -> set[str]:
+    def created() -> set[str]:
         paths = ("/v1/tree", "/v1/tree/sessions")
         return {
             f"{path}/{item['id']}"
@@ -61,9 +61,9 @@ def tidy(server: Any) -> Iterator[None]:
             for item in server.http.get(path).json()["data"]
         }
 
-    before = left()
+    before = created()
     yield
-    for path in left() - before:
+    for path in created() - before:
         server.http.delete(path)
 
 
