@@ -107,11 +107,12 @@ def small_lm(small_default: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def small_server(small_default: Path) -> Iterator[Any]:
+def small_server(small_default: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The small model, served: shared by all tests that leave the server as it was."""
     from helpers.running_server import default_entry, running
 
-    with running([default_entry(small_default, memory=64 << 20, threads=1)]) as running_server:
+    entry = default_entry(small_default, memory=64 << 20, threads=1)
+    with running([entry], slots=tmp_path_factory.mktemp("slots")) as running_server:
         yield running_server
 
 

@@ -15,12 +15,15 @@ VARIABLES = {
         "UNSPOOL_CACHE": "Folder for downloads. Default: `unspool` in `XDG_CACHE_HOME` or "
         "`~/.cache` (macOS: `~/Library/Caches`, Windows: `LOCALAPPDATA`).",
         "XDG_CACHE_HOME": "The system's cache folder on Linux. See `UNSPOOL_CACHE`.",
-        "LOCALAPPDATA": "The system's cache folder on Windows. See `UNSPOOL_CACHE`.",
+        "LOCALAPPDATA": "The system's folder for caches and data on Windows. See `UNSPOOL_CACHE` "
+        "and `UNSPOOL_STATE`.",
         "UNSPOOL_DEFAULT_MODEL": "File of the default model, or its package that you downloaded "
         "by hand.",
         "UNSPOOL_DEFAULT_DATA": "Package with the default training text that you downloaded by "
         "hand.",
-        "UNSPOOL_STATE": "Folder of stored texts. Default: the data folder of the platform.",
+        "UNSPOOL_STATE": "Folder of stored texts. Default: `unspool` in `XDG_DATA_HOME` or "
+        "`~/.local/share` (macOS: `~/Library/Application Support`, Windows: `LOCALAPPDATA`).",
+        "XDG_DATA_HOME": "The system's folder for data on Linux. See `UNSPOOL_STATE`.",
         "UNSPOOL_RUNS": "Folder of training runs. Default: `runs` in the current folder.",
         "HF_HOME": "Folder of Hugging Face files, shared with other programs.",
         "HF_HUB_CACHE": "Folder of models from the Hugging Face Hub, shared with other programs.",

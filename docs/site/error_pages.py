@@ -25,6 +25,10 @@ FIXES = {
     "`context`, or use `endless=True`.",
     "BatchError": "Read `errors` for the texts that failed; `generations` has the others.",
     "DataError": "Correct the training data that the message names.",
+    "StorageError": "Free some space on the disk of the state folder (`--state`), or restore the "
+    "database if the message says that it is damaged. What was stored before stays.",
+    "FolderInUseError": "Stop the process that the message names, or use another folder "
+    "(`--state`, `UNSPOOL_STATE`).",
     "BusyError": "Try the same request again later, or start the server with more capacity.",
     "WorkCancelledError": "Nothing to fix: the work was cancelled.",
     "DownloadError": "Check the network and the name of the model. A gated model needs `HF_TOKEN`. "

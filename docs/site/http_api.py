@@ -92,6 +92,8 @@ FIELDS = {
     "branch": "Identifier of the branch.",
     "identity": "Identifier of the branch.",
     "response_id": "Identifier of the response.",
+    "session_id": "Identifier of the session.",
+    "slot": "Number of the slot.",
     "return_tokens": "Also return the token ids.",
     "response_fields": "Return only these fields.",
     "since": "Send only events after this number.",

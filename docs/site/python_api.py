@@ -31,6 +31,9 @@ RESULT_TYPES = {
         "unspool.engine.results.TokenScore",
         "unspool.engine.results.Usage",
     ],
+    "KV cache": [
+        "unspool.engine.tree.Branch",
+    ],
     "Infill and edit": [
         "unspool.decoding.infill.result.Gap",
         "unspool.decoding.infill.result.Filling",

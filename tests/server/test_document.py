@@ -40,7 +40,11 @@ def operations(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def odd_requests(
-    path: str, operation: dict[str, Any], document: dict[str, Any], example: Any, branch: str
+    path: str,
+    operation: dict[str, Any],
+    document: dict[str, Any],
+    example: Any,
+    ids: dict[str, str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each name, parameter and field in turn has a value of another type or out of all bounds."""
     query = [item["name"] for item in operation.get("parameters", ()) if item["in"] == "query"]
@@ -50,7 +54,7 @@ def odd_requests(
         for parameter in query:
             yield url, {"params": {parameter: ODD_NAMES[len(parameter) % 5]}}
     if "requestBody" in operation:
-        url = path.replace("{identity}", branch).replace("{name}", "none")
+        url = path.format_map(ids)
         schema = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         fields = document["components"]["schemas"][schema.rpartition("/")[2]]["properties"]
         for number, field in enumerate(fields):
@@ -61,13 +65,16 @@ def odd_requests(
 
 def test_odd_values_get_no_500(server, document, examples, small_model):
     faults = []
+    ids = {"name": "none", "slot": "0"}
+    ids["session_id"] = server.http.post("/v1/tree/sessions", json={}).json()["id"]
     for path, method in operations(document):
         if (path, method) == ("/v1/costs", "post"):  # it measures
             continue
         branch = server.http.post("/v1/tree", json={"prompt": "the tree"}).json()["id"]
+        ids["identity"] = branch
         server.http.post(f"/v1/tree/{branch}/resume", json={"max_tokens": 4})
         operation = document["paths"][path][method]
-        for url, params in odd_requests(path, operation, document, examples.get(path), branch):
+        for url, params in odd_requests(path, operation, document, examples.get(path), ids):
             answer = server.http.request(method, url, **params)
             if answer.status_code >= 500 and answer.status_code != 501:
                 faults.append((method, url, params, answer.text))

@@ -352,19 +352,20 @@ class Branch:
         self.shared_tail: PageNode | None = None
         self.provisional: int | None = None  # position from which on tokens may still change
         self.num_reused = 0  # cached tokens when the branch was opened
-        self.closed = False
+        self.closed = False  # whether it was released
         # Not 0 if hooks changed its activations: then its pages are not shared.
         self.private_id = 0
         self.slot = -1  # its row of the block table
         self.num_table_pages = 0  # pages that are up to date in that row
         self.state = StateCursor(self) if stateful else None  # its recurrent state
-        self.owner: BranchOwner | None = None
+        self.owner: BranchOwner | None = None  # the engine that computes it
 
     def __len__(self) -> int:
         return self.length
 
     @property
     def tokens(self) -> list[int]:
+        """All tokens of the text."""
         parts, node = [self.tail], self.node
         while node.parent is not None:
             parts.append(list(node.tokens))

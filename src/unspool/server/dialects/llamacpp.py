@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from fastapi import Request
+from fastapi import Body, Request
 from pydantic import Field, StrictBool, StrictInt
 from starlette.responses import Response
 
@@ -469,13 +469,12 @@ async def change_slot(
     slot: int,
     request: Request,
     action: Literal["save", "restore", "erase"],
-    body: SlotRequest | None = None,
+    body: Annotated[SlotRequest, Body(default_factory=lambda: SlotRequest.model_validate({}))],
 ) -> Response:
     """Needs `--slot-save-path`. After `restore`, the text continues without prefill, also after a
     restart of the server."""
     state = state_of(request)
     state.slots.check(slot)
-    body = body or SlotRequest.model_validate({})
     if action == "erase":
         return JsonReply({"id_slot": slot, "n_erased": state.slots.erase(slot)})
     if body.filename is None:

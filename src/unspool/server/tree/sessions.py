@@ -158,22 +158,22 @@ async def create_session(body: SessionFields, request: Request) -> Response:
     return JsonReply(_full_json(session, [], view))
 
 
-@router.get("/sessions/{identity}", summary="One session: its branches and its view")
-async def get_session(identity: str, request: Request) -> Response:
-    return await _session_reply(branches_of(request), identity)
+@router.get("/sessions/{session_id}", summary="One session: its branches and its view")
+async def get_session(session_id: str, request: Request) -> Response:
+    return await _session_reply(branches_of(request), session_id)
 
 
-async def _session_reply(user: UserBranches, identity: str) -> Response:
-    session = user.session(identity)
+async def _session_reply(user: UserBranches, session_id: str) -> Response:
+    session = user.session(session_id)
     view = await user.view(session)
     return JsonReply(_full_json(session, user.in_session(session), view))
 
 
-@router.patch("/sessions/{identity}", summary="Change title, tags or view of a session")
-async def update_session(identity: str, body: SessionFields, request: Request) -> Response:
+@router.patch("/sessions/{session_id}", summary="Change title, tags or view of a session")
+async def update_session(session_id: str, body: SessionFields, request: Request) -> Response:
     """A new view alone does not make the session the newest of the list."""
     user = branches_of(request)
-    session = user.session(identity)
+    session = user.session(session_id)
     changes, view = body.changes(), body.view_json()
     if changes:
         changes["updated"] = time.time()
@@ -181,23 +181,23 @@ async def update_session(identity: str, body: SessionFields, request: Request) -
     return JsonReply(session_json(session, user.in_session(session)))
 
 
-@router.delete("/sessions/{identity}", summary="Delete a session with its branches")
-async def delete_session(identity: str, request: Request) -> Response:
-    await branches_of(request).delete_session(identity)
-    return JsonReply({"id": identity, "object": "tree.session.deleted", "deleted": True})
+@router.delete("/sessions/{session_id}", summary="Delete a session with its branches")
+async def delete_session(session_id: str, request: Request) -> Response:
+    await branches_of(request).delete_session(session_id)
+    return JsonReply({"id": session_id, "object": "tree.session.deleted", "deleted": True})
 
 
-@router.post("/sessions/{identity}/restore", summary="Bring back a session deleted within a day")
-async def restore_session(identity: str, request: Request) -> Response:
+@router.post("/sessions/{session_id}/restore", summary="Bring back a session deleted within a day")
+async def restore_session(session_id: str, request: Request) -> Response:
     user = branches_of(request)
-    await user.restore_session(identity)
-    return await _session_reply(user, identity)
+    await user.restore_session(session_id)
+    return await _session_reply(user, session_id)
 
 
-@router.post("/sessions/{identity}/duplicate", summary="A copy of a session and its branches")
-async def duplicate_session(identity: str, request: Request) -> Response:
+@router.post("/sessions/{session_id}/duplicate", summary="A copy of a session and its branches")
+async def duplicate_session(session_id: str, request: Request) -> Response:
     user = branches_of(request)
-    session = user.session(identity)
+    session = user.session(session_id)
     originals = user.in_session(session)
     user.make_room(2 * len(originals))
     for branch in originals:
