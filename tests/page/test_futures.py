@@ -8,7 +8,7 @@ from typing import Any
 
 from playwright.sync_api import Locator, Page, Route, expect
 
-from helpers.page_actions import branch, open_panel, tokens, until, write
+from helpers.page_actions import address_of, branch, open_panel, tokens, until, write
 from helpers.page_colors import check_looks
 
 
@@ -45,7 +45,7 @@ def test_heights_are_probabilities_and_a_leaf_opens(page: Page) -> None:
     assert items
     for item in items:  # rounded: to a pixel, and to the digits that are shown
         assert abs(box(item)["height"] / view["height"] - chance(item)) < 0.02
-    path = f"{page.url}v1/tree/{before['id']}/futures"
+    path = f"{address_of(page)}/v1/tree/{before['id']}/futures"
     expected = page.request.post(
         path, data={"at": 3, "mass": 0.005, "depth": 8, "nodes": 1000}
     ).json()

@@ -161,7 +161,10 @@ def test_branches_that_the_server_lost_are_created_again(page: Page, server: Any
     reply = branch(page)
     assert reply["parent"] is not None and reply["forked_at"] == 2
     assert reply["prompt"]["messages"][-1]["content"] == QUESTION
-    page.get_by_role("button", name="Undo").first.click()
+    undo = page.get_by_role("button", name="Undo").first
+    undo.click()
+    expect(tokens(page)).to_have_count(6 + 3)
+    undo.click()
     expect(tokens(page)).to_have_count(6)  # the branch before, which was created again too
 
 

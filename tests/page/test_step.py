@@ -133,6 +133,8 @@ def test_pointing_at_a_token_tells_about_it_and_a_click_keeps_it(
 def test_another_candidate_is_written_on_with(page: Page, panel: Locator) -> None:
     before = branch(page)
     tokens(page).nth(4).click()
+    picked = panel.locator(".candidate.picked")  # the panel shows this step
+    expect(picked).to_have_attribute("data-token", str(before["steps"][4]["token"]))
     other = panel.locator(".candidate:not(.picked)").first
     token = other.get_attribute("data-token")
     other.click()
