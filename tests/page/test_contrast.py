@@ -21,7 +21,7 @@ TOKENS = [
     for around in ("text-box", "cmp-column panel cmp-text", "beside-column panel")
     for tint in ("", *(f"tint-{n}" for n in TINTS))
     for kind in ("", "chosen", "special", "added", "selected", "part", "accepted", "in-part",
-                 "struck", "struck current-change")
+                 "struck", "struck current-change", "unscored")
 ]  # fmt: skip
 TOKENS += [
     f'<div class="text-box"><div class="tokens"><span class="t prompt {kind}">a</span></div></div>'
@@ -167,7 +167,8 @@ def test_text_on_every_color_can_be_read(page: Page, theme: Any) -> None:
 
 
 def test_every_probability_has_a_color_that_was_looked_at(page: Page) -> None:
-    """From certain to impossible, and what JSON cannot say: a tint of the nine, or none."""
+    """From certain to impossible, and what JSON cannot say: a tint of the nine, or none.
+    Steps after an edit have no probability yet: they have a class of their own."""
     classes = page.evaluate(
         """import("/page/code/write/pane.js").then(({ TINTS, tintClass }) => {
             const steps = [];
@@ -180,4 +181,4 @@ def test_every_probability_has_a_color_that_was_looked_at(page: Page) -> None:
             return [...new Set(found)];
         })"""
     )
-    assert set(classes) == {"", *(f"tint-{n}" for n in TINTS)}
+    assert set(classes) == {"", "unscored", *(f"tint-{n}" for n in TINTS)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import FilePayload, Page, expect
 
-from helpers.page_actions import finished, write
+from helpers.page_actions import address_of, finished, write
 
 MODULE = "import('/page/code/share/formats.js')"
 PATHS = """(trees) => trees.map((tree) => m.pathsOf(tree).map(
@@ -266,6 +266,7 @@ TEXTS = """import('/page/code/share/formats.js').then(async (m) => {
     const paths = m.pathsOf(m.treeOf([current, ...others], '%s'));
     return paths.map((path) => path.map(({role, text}) => [role, text])).sort();
 })"""
+CURRENT = "import('/page/code/state.js').then((m) => m.state.current)"
 
 
 def share(page: Page) -> Any:
@@ -287,10 +288,12 @@ def load(page: Page, name: str, content: Any) -> Any:
 
 def clear(page: Page) -> None:
     page.keyboard.press("Escape")
-    for reply in page.request.get(f"{page.url}v1/tree").json()["data"]:
-        page.request.delete(f"{page.url}v1/tree/{reply['id']}")
-    page.evaluate("sessionStorage.clear()")
-    page.reload()
+    address = address_of(page)
+    # Neither the tab nor the address names a text: the page would ask for it, and get 404.
+    page.evaluate("() => { Storage.prototype.setItem = () => {}; sessionStorage.clear(); }")
+    for reply in page.request.get(f"{address}/v1/tree").json()["data"]:
+        page.request.delete(f"{address}/v1/tree/{reply['id']}")
+    page.goto(f"{address}/")
     expect(page.locator("#write")).to_be_enabled()
 
 
@@ -312,7 +315,7 @@ def reply_with(page: Page, words: str) -> None:
 
 def test_a_chat_with_branches_goes_out_and_comes_back(page: Page, tmp_path: Path) -> None:
     write(page, "Why do leaves change?", mode="chat", max_tokens=8, seed=11)
-    first = page.evaluate("import('/page/code/state.js').then((m) => m.state.current)")
+    first = page.evaluate(CURRENT)
     page.evaluate("import('/page/code/actions.js').then((m) => m.sendReply('And in spring?'))")
     finished(page)
     page.evaluate(
@@ -352,6 +355,7 @@ def test_a_tavern_chat_becomes_branches(page: Page) -> None:
     assert [path[-1] for path in result] == [
         [ASSISTANT, "In a forest."], [USER, "Thanks!"], [ASSISTANT, "Safe."]]  # fmt: skip
     expect(page.locator("#text")).to_contain_text("Thanks!")  # the swipe that was chosen
+    current = page.evaluate(CURRENT)
     share(page)
     dropped = """(words) => {
         const data = new DataTransfer();
@@ -361,11 +365,14 @@ def test_a_tavern_chat_becomes_branches(page: Page) -> None:
     }"""
     page.evaluate(dropped, "The sea was calm")
     expect(page.locator(".share-news")).to_contain_text("Loaded 1 branch (Plain text).")
+    assert page.evaluate(CURRENT) != current
+    page.evaluate("import('/page/code/actions.js').then((m) => m.undo())")
+    assert page.evaluate(CURRENT) == current
 
 
 def test_what_cannot_be_loaded_leaves_nothing(page: Page, expected_errors: list[str]) -> None:
     def branches() -> int:
-        return len(page.request.get(f"{page.url}v1/tree").json()["data"])
+        return len(page.request.get(f"{address_of(page)}/v1/tree").json()["data"])
 
     expected_errors.append("400")
     before = branches()

@@ -201,7 +201,8 @@ def test_settings_that_differ_are_said(page: Page) -> None:
     write(page, PROMPT, max_tokens=4, seed=1, temperature=0)
     first = branch(page)
     write(page, "Once upon a time", max_tokens=4, seed=2, temperature=1.5)
-    adopt(page, [first["id"]], branch(page)["id"])  # of another session
+    current = branch(page)["id"]
+    adopt(page, [first["id"], current], current)  # the first is of another session
     open_panel(page, "Branches")
     expect(page.get_by_role("tree")).to_have_count(2)
     item(page, branch(page)["id"]).focus()

@@ -166,4 +166,5 @@ def test_kept_reports_are_put_side_by_side(view: Locator, page: Page):
     view.get_by_role("button", name=f"Compare with {names[1]}").click()
     heads: Any = view.locator(".msr-figures thead th")
     expect(heads).to_have_count(5)
+    view.get_by_text("Figures, formula and notes").click()
     assert heads.all_inner_texts() == ["measured", "a", "95 % interval", "b", "95 % interval"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import re
 import struct
 import subprocess
@@ -24,6 +25,8 @@ from helpers.page_actions import (
     set_settings,
     text,
     tokens,
+    until,
+    use_settings,
     write,
 )
 
@@ -36,6 +39,8 @@ TREE = """[...state.branches.values()].map((branch) => ({
     steps: branch.steps.map((step) => [step.token, step.chosen]),
     runs: branch.runs, retracted: branch.retracted.map(({ at, steps }) => [at, steps.length]),
 }))"""
+IS_SAVED = """fetch(`/v1/tree/sessions/${state.session}`).then((answer) => answer.json())
+    .then(({view}) => view.current === state.current)"""  # what the session shows
 
 
 def share(page: Page) -> Locator:
@@ -120,13 +125,32 @@ def name_it(page: Page, name: str) -> None:
 
 def begin_anew(page: Page) -> None:
     """As on another day: the server knows nothing of what was written."""
-    for reply in page.request.get(f"{address_of(page)}/v1/tree").json()["data"]:
-        page.request.delete(f"{address_of(page)}/v1/tree/{reply['id']}")
-    page.evaluate("sessionStorage.clear()")
-    page.reload()
+    address = address_of(page)
+    # Neither the tab nor the address names a text: the page would ask for it, and get 404.
+    page.evaluate("() => { Storage.prototype.setItem = () => {}; sessionStorage.clear(); }")
+    for reply in page.request.get(f"{address}/v1/tree").json()["data"]:
+        page.request.delete(f"{address}/v1/tree/{reply['id']}")
+    page.goto(f"{address}/")
     expect(page.locator("#write")).to_be_enabled()
     page.evaluate("sessionStorage.clear()")
     assert tree(page) == []
+
+
+def write_in_session(page: Page, prompt: str, **settings: Any) -> None:
+    """Another prompt in the session that is open; "New" would open another session."""
+    use_settings(page, **settings)
+    page.evaluate(
+        """async (prompt) => {
+            const { setMode, writePrompt } = await import("/page/code/actions.js");
+            const { state } = await import("/page/code/state.js");
+            setMode("plain");
+            state.draft = prompt;
+            await writePrompt();
+        }""",
+        prompt,
+    )
+    finished(page)
+    open_panel(page, "Sampling")
 
 
 def other_candidate(page: Page, at: int) -> None:
@@ -149,7 +173,7 @@ def test_a_session_comes_back_token_for_token(page: Page, tmp_path: Path) -> Non
     set_settings(page, temperature=0.2, max_tokens=6)
     page.locator("#go-on").click()
     finished(page)
-    write(page, "Once upon a time, it's said,", max_tokens=8, seed=3)
+    write_in_session(page, "Once upon a time, it's said,", max_tokens=8, seed=3)
     name_it(page, "third")
     page.locator("#tint").select_option("entropy")
     tokens(page).nth(2).click()
@@ -293,6 +317,9 @@ def test_a_server_that_goes_in_the_middle(
 def test_playing(page: Page) -> None:
     """The text comes once more, without the server."""
     write(page, "Once upon a time", max_tokens=24, seed=3)
+    slow = "import('/page/code/state.js').then((m) => m.currentBranch().steps.forEach(%s))"
+    until(page, STATE % IS_SAVED)
+    page.evaluate(slow % "(step) => { step.seconds = 0.1; }")  # ends after the click on ×4 below
     complete, there = text(page), tree(page)
     requested_urls: list[str] = []
     page.on("request", lambda request: requested_urls.append(request.url))
@@ -329,7 +356,7 @@ def test_pictures_and_markdown(page: Page, tmp_path: Path) -> None:
     width, height = float(picture.attrib["width"]), float(picture.attrib["height"])
     data = png.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", data[16:24]) == (round(2 * width), round(2 * height))
+    assert struct.unpack(">II", data[16:24]) == (math.ceil(2 * width), math.ceil(2 * height))
     assert len(data) > 30_000  # not an empty sheet
     close(page)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])

@@ -203,22 +203,6 @@ export async function sendReply(words) {
   return attempt(() => streamInto(branch));
 }
 
-/** Mark the steps of a chat turn that the template added: all that do not overlap the user's words. */
-export function markTemplateTokens(branch, from, words) {
-  // Compare bytes, not characters: a character may be split over several tokens.
-  const spread = (bytes) => String.fromCharCode(...bytes);
-  const pieces = branch.steps.slice(from).map((step) => spread(step.bytes));
-  const wordBytes = spread(new TextEncoder().encode(words.trim()));
-  const start = pieces.join("").indexOf(wordBytes);
-  let at = 0;
-  branch.added ??= new Set();
-  pieces.forEach((piece, number) => {
-    const inside = start >= 0 && at + piece.length > start && at < start + wordBytes.length;
-    if (!inside) branch.added.add(from + number);
-    at += piece.length;
-  });
-}
-
 /** Fork at a position with another token or text, and resume; the old text stays as a branch. */
 export async function chooseToken(position, { token, text }) {
   const branch = currentBranch();

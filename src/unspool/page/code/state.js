@@ -140,6 +140,15 @@ export function tokenAt(branch, position) {
   return token ? { ...token, text: token.piece ?? token.text } : null;
 }
 
+/** Whether the chat template added the token at a position. A recorded branch of a file has a list of these steps. */
+export function isTemplate(branch, at) {
+  const promptTokens = promptLength(branch);
+  if (at < promptTokens) return Boolean(branch.prompt.tokens[at].added);
+  const step = at - promptTokens;
+  return Boolean(branch.added?.has(step)) || (branch.turns ?? []).some(({ start, end, content }) => (
+    start <= step && step < end && !(content && content[0] <= step && step < content[1])));
+}
+
 /** Number of steps that two texts share before they diverge. */
 export function sharedSteps(steps, otherSteps) {
   const most = Math.min(steps.length, otherSteps.length);

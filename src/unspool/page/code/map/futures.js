@@ -153,7 +153,11 @@ async function openFuture(branch, at, node) {
   const position = promptLength(branch) + at;
   const words = pathOf(node).map(({ text }) => text).join("");
   await jump(forked.id, position);
-  pushUndo({ label: `open “${shorten(words)}”`, undo: () => jump(branch.id, position), redo: () => jump(forked.id, position) });
+  pushUndo({
+    label: `open “${shorten(words)}”`,
+    before: { id: branch.id, length: null, selected: position },
+    after: { id: forked.id, length: null, selected: position },
+  });
 }
 
 // -- the drawing -----------------------------------------------------------------------------------

@@ -4,6 +4,8 @@
 // message; in a plain text it is a piece of the text, and `role` is "user" for the prompt. Nothing here recurses: a file
 // may be nested as deeply as it likes.
 
+import { isTemplate, promptLength } from "../state.js";
+
 export class BadFile extends Error {}
 
 const MAX_TEXTS = 5000; // nodes of a file
@@ -553,7 +555,7 @@ function parseLines(text) {
 const CONTROL = /^[<[].+[>\]]$/s;
 
 /**
- * The tree of branches with one prompt. `branches`: `{prompt, steps, added, model, name}`, the current one first. `input` is
+ * The tree of branches with one prompt. `branches`: those of the page with their steps, the current one first. `input` is
  * that of a format: with "pieces" a chat is raw text with its control tokens.
  */
 export function treeOf(branches, input) {
@@ -579,8 +581,10 @@ const messageText = (content) => (typeof content === "string" ? content
   : list(content).map((part) => ownValue(part, "text") ?? "").join(""));
 
 /** Steps with the text that they contribute: `{token, role, isStart, text, step}`. */
-function itemsOf({ steps, added }, isChat, wasChat) {
-  const template = isChat ? new Set(added ?? []) : new Set();
+function itemsOf(branch, isChat, wasChat) {
+  const { steps } = branch;
+  const start = promptLength(branch);
+  const template = new Set(steps.flatMap((_, at) => (isChat && isTemplate(branch, start + at) ? [at] : [])));
   let role = "assistant";
   return steps.map((step, at) => {
     const isStart = template.has(at) && !template.has(at - 1);

@@ -1,6 +1,6 @@
 // Texts of other programs as branches: the server tokenizes and scores them, so they can be inspected and continued.
 
-import { jump, markTemplateTokens, pushUndo } from "../actions.js";
+import { jump, pushUndo } from "../actions.js";
 import { api } from "../api.js";
 import { adopt, changed, state } from "../state.js";
 import { pathsOf } from "./formats.js";
@@ -65,7 +65,7 @@ export async function importTrees(trees, { signal, progress }) {
 async function importPrompt({ begin, children, title }, tree, work) {
   const { signal } = work;
   const created = await api.post("/v1/tree", { model: state.model, name: title?.slice(0, 200) || null, ...begin }, { signal });
-  const root = { id: created.id, answer: created, steps: [], added: new Set() };
+  const root = { id: created.id, answer: created, steps: [] };
   work.records.push(root);
   work.tick(begin.messages?.length ?? 1);
   const todo = [{ record: root, at: 0, nodes: children }];
@@ -86,8 +86,7 @@ async function importPrompt({ begin, children, title }, tree, work) {
 
 async function forkRecord(record, at, { records, signal }) {
   const answer = await api.post(`/v1/tree/${record.id}/fork`, { at }, { signal });
-  const added = new Set([...record.added].filter((index) => index < at));
-  records.push({ id: answer.id, answer, steps: record.steps.slice(0, at), added, prompt: record.prompt });
+  records.push({ id: answer.id, answer, steps: record.steps.slice(0, at), prompt: record.prompt });
   return records.at(-1);
 }
 
@@ -96,21 +95,16 @@ async function appendNode(record, { role, text }, isChat, signal) {
   if (!text && !isTurn) return;
   const body = isTurn ? { message: { role, content: text } } : { text };
   const answer = await api.post(`/v1/tree/${record.id}/append`, body, { signal });
-  const from = record.steps.length;
   record.answer = { ...record.answer, ...answer };
   record.steps.splice(answer.since, Infinity, ...answer.steps);
-  if (isTurn) markTemplateTokens(record, from, text);
 }
 
 async function show(records, current) {
   const before = state.current;
-  for (const { answer, steps, added } of records) {
-    const branch = adopt({ ...answer, since: 0, steps });
-    branch.added = added;
-  }
+  for (const { answer, steps } of records) adopt({ ...answer, since: 0, steps });
   state.view = "write";
   changed("branches", "view");
   const { id } = current ?? records[0];
   await jump(id);
-  pushUndo({ label: "import a file", undo: () => jump(before), redo: () => jump(id) });
+  pushUndo({ label: "import a file", before: { id: before, length: null }, after: { id, length: null } });
 }

@@ -4,9 +4,8 @@ import { jump, pushUndo, updateSettings } from "../actions.js";
 import { api } from "../api.js";
 import { expand } from "./file.js";
 import { BadFile } from "./formats.js";
-import { adopt, changed, currentModel, promptLength, samePrompt, sharedSteps, state } from "../state.js";
+import { adopt, changed, currentModel, isTemplate, promptLength, samePrompt, sharedSteps, state } from "../state.js";
 import { PANELS } from "../views.js";
-import { isTemplate } from "../write/document.js";
 
 const STAGES = [
   "repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram", "dry", "logit_bias",
@@ -169,7 +168,7 @@ function packBranch(branch) {
     since,
     steps: branch.steps.slice(since),
     retracted: branch.retracted,
-    added: branch.steps.flatMap((_, at) => (branch.added?.has(at) || isTemplate(branch, promptLength(branch) + at) ? [at] : [])),
+    added: branch.steps.flatMap((_, at) => (isTemplate(branch, promptLength(branch) + at) ? [at] : [])),
   };
 }
 
@@ -492,7 +491,7 @@ export async function showSession(session, results) {
     const data = replayed ? { ...replayed, recorded: false } : recordedBranch(branch);
     const parent = ids.get(branch.parent) ?? null;
     const added = adopt({ ...data, parent, forked_at: parent === null ? null : branch.forked_at });
-    Object.assign(added, { runs: branch.runs, retracted: branch.retracted, added: new Set(branch.added) });
+    Object.assign(added, { runs: branch.runs, retracted: branch.retracted, added: new Set(replayed?.turns ? [] : branch.added) });
     ids.set(branch.id, added.id);
   }
   const { mode, tint, draft, system, settings, selected, panel } = session.view;

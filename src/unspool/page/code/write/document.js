@@ -7,7 +7,7 @@
 import { attempt, pushUndo, redo, setCurrent, shorten, undo } from "../actions.js";
 import { api } from "../api.js";
 import { clamp, isNarrow, storage } from "../lib.js";
-import { adopt, changed, currentBranch, on, promptLength, state, textLength } from "../state.js";
+import { adopt, changed, currentBranch, isTemplate, on, promptLength, state, textLength } from "../state.js";
 import { placeOf } from "./history.js";
 import { endGhosts, hasGhosts, onGhostKey } from "./cursor.js";
 
@@ -29,15 +29,6 @@ export const tokenOf = (branch, at) => {
   const promptTokens = promptLength(branch);
   return at < promptTokens ? branch.prompt.tokens[at] : branch.steps[at - promptTokens];
 };
-
-/** Whether the chat template added the token at a position. */
-export function isTemplate(branch, at) {
-  const promptTokens = promptLength(branch);
-  if (at < promptTokens) return Boolean(branch.prompt.tokens[at].added);
-  const step = at - promptTokens;
-  return (branch.turns ?? []).some(({ start, end, content }) => (
-    start <= step && step < end && !(content && content[0] <= step && step < content[1])));
-}
 
 export const isControl = (token) => token.text === "" && /^<.*>$/.test(token.piece ?? "");
 

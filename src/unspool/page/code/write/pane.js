@@ -3,8 +3,8 @@
 
 import { selectToken } from "../actions.js";
 import { clamp, count, isNarrow, isWord, nats, ordinal, percent, visibleText } from "../lib.js";
-import { changed, currentBranch, on, promptLength, state, stepAt, textLength, tokenAt } from "../state.js";
-import { isTemplate, mountDocument, startEditing } from "./document.js";
+import { changed, currentBranch, isTemplate, on, promptLength, state, stepAt, textLength, tokenAt } from "../state.js";
+import { mountDocument, startEditing } from "./document.js";
 import { applyMarks, extendSpan, selectChangeAt, watchSelection } from "./edits.js";
 
 export const TINTS = {
@@ -149,7 +149,8 @@ export function mountPane(element) {
   announcement.setAttribute("role", "status");
   box.append(body, layer, announcement);
   rendered = { id: null, tokens: [], spans: [], line: null };
-  body.addEventListener("pointerover", hover);
+  // Not "pointerover": that also fires when the layout moves a token under a pointer that rests.
+  body.addEventListener("pointermove", hover);
   body.addEventListener("pointerleave", () => setHovered(null));
   body.addEventListener("click", (event) => onTokenClick(positionOf(event.target)));
   box.addEventListener("keydown", onKey);
@@ -336,7 +337,7 @@ function styleToken(span, branch, at, token, isPrompt) {
   if (/^[\r\n]+$/.test(text)) names.push("break"); // drawn with a mark to point at
   const index = at - promptLength(branch);
   if (isPrompt) names.push("prompt");
-  if (isTemplate(branch, at) || (!isPrompt && branch.added?.has(index))) names.push("added");
+  if (isTemplate(branch, at)) names.push("added");
   if (!isPrompt) {
     names.push(tintClass(token, state.tint));
     if (token.chosen && !branch.unchanged?.has(index)) names.push("chosen");

@@ -2,9 +2,9 @@
 
 import { resumeWriting, setFault } from "../actions.js";
 import { copyText, html, useChanges, useEffect, useRef } from "../lib.js";
-import { changed, currentBranch, on, promptLength, state } from "../state.js";
+import { changed, currentBranch, isTemplate, on, promptLength, state } from "../state.js";
 import { regenerate } from "./cursor.js";
-import { editRange, isControl, isTemplate, tokenOf } from "./document.js";
+import { editRange, isControl, tokenOf } from "./document.js";
 import { renderMarkdown } from "./markdown.js";
 
 const NEAR_END = 80; // px
