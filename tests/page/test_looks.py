@@ -195,9 +195,9 @@ def strange_comparison(picture: str) -> Callable[[Page], None]:
 
 
 LONG = {
-    "strange-step": strange_panel("Step", 5),
+    "strange-step": strange_panel("Sampling", 5),
     "strange-inside": strange_panel("Inside", 5),
-    "strange-map": strange_panel("Map", 5),
+    "strange-map": strange_panel("Branches", 5),
     "strange-beside": strange_beside,
     "strange-columns": strange_comparison("Compare"),
     "strange-samples": strange_comparison("Samples"),

@@ -141,9 +141,13 @@ async function sendRequest(method, path, body, signal, isRetry = false) {
 
 const wellFormed = (_, value) => (typeof value === "string" ? value.toWellFormed() : value);
 
+// The name of a field or file, such as `max_tokens`, keeps its case.
+const STARTS_WITH_NAME = /^\S*[_.[/]\S/;
+
 function errorFrom(status, body) {
   const error = body?.error;
   if (!error?.message) return new ApiError(status, `The server answered with status ${status}.`);
-  const message = error.message.charAt(0).toUpperCase() + error.message.slice(1);
+  const { message: words } = error;
+  const message = STARTS_WITH_NAME.test(words) ? words : words.charAt(0).toUpperCase() + words.slice(1);
   return new ApiError(status, message, error);
 }
