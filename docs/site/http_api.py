@@ -22,6 +22,7 @@ GROUPS = {
     "KoboldAI": "Endpoints of KoboldAI as KoboldCpp serves them.",
     "The tree of tokens": "Branches of a text that can be rewound, forked, edited and inspected at "
     "any token.",
+    "Models to download": "Recommended models, and their downloads with progress.",
     "Thinking": "Test-time search.",
     "Diffusion": "Texts of diffusion models.",
     "Text and tokens": "Tokenizer, chat template, and logprobs of a given prompt.",

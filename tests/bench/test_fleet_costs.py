@@ -84,7 +84,7 @@ def test_the_h200_costs_give_back_the_figures_they_come_from() -> None:
         cells = re.search(rf"^\| {re.escape(title)} \|(.*)$", page, re.MULTILINE)
         assert cells
         values = [cell.strip().replace(",", "") for cell in cells[1].split("|")]
-        return float(values[0]), float(values[3])
+        return float(values[0]), float(values[2])
 
     costs = load_costs("h200-8b")
 

@@ -275,7 +275,7 @@ def test_requests_may_be_cancelled_at_every_await(small_entry, late, monkeypatch
             await interrupted(app, "/v1/tree", {"prompt": "the tree"})
             for path, body in WORK:
                 await _cancel_everywhere(app, state, served, path, body, late)
-            (branch,) = branch_store(state).all
+            branch, *_ = branch_store(state).all  # a cancelled request may have made one more
             for number in range(1, 6):  # a client that watches a branch
                 path = f"/v1/tree/{branch}/events"
                 assert await interrupted(app, path, None, number, late, "GET")
@@ -569,7 +569,8 @@ def test_every_endpoint_names_the_field_that_is_wrong(small: Running):
             if "{" not in path and kinds <= {"integer", "null"} and "integer" in kinds:
                 answer = small.http.post(path, json={name: "many"})
                 assert answer.status_code == 400, (path, name)
-                error = answer.json()["error"]
+                reply = answer.json()
+                error = reply["detail"]["msg"] if "detail" in reply else reply["error"]  # KoboldAI
                 text = error if isinstance(error, str) else error["message"]
                 assert " must " in text or " is missing; " in text, (path, text)
                 num_checked += 1

@@ -69,8 +69,8 @@ export function ModelNotice() {
     rememberModel(state.model);
     changed("models");
   };
-  return html`<div class="notice row" role="alert" id="no-model"><span class="grow">The address names the model
-    <b>${" "}${missing}</b>, which this server does not have. ${shortName(state.model)} is in use.</span>
+  return html`<div class="notice row" role="alert" id="no-model"><span class="grow">The address names a
+    model that this server does not have: <b>${missing}</b>. ${shortName(state.model)} is in use.</span>
     <button class="button tiny" type="button" onClick=${close}>Close</button></div>`;
 }
 
