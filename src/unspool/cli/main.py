@@ -71,7 +71,7 @@ _EPILOG = (
     'Examples:  unspool "Why do leaves change color in fall?"   ·   '
     'unspool "Once upon a time" --raw --probs   ·   cat notes.txt | unspool "Summarize:"\n\n'
     "Environment:  UNSPOOL_CACHE, UNSPOOL_DEFAULT_MODEL, UNSPOOL_DEFAULT_DATA, UNSPOOL_RUNS, "
-    "UNSPOOL_API_KEY, UNSPOOL_ISA, HF_HOME, HF_TOKEN, NO_COLOR and others: see "
+    "UNSPOOL_STATE, UNSPOOL_API_KEY, UNSPOOL_ISA, HF_HOME, HF_TOKEN, NO_COLOR and others: see "
     "docs/reference/command-line.md"
 )
 
