@@ -54,7 +54,8 @@ def cpu_table(results: dict[str, Any], _: str) -> str:
     rows = []
     for file in files:
         ours, theirs = file["engines"]["us"], file["engines"]["llama_cpp"]
-        cells = [file["model"].removesuffix(".gguf").rsplit(".", 1)[-1].rsplit("-", 1)[-1]]
+        kind = file["model"].removesuffix(".gguf").rsplit(".", 1)[-1].rsplit("-", 1)[-1]
+        cells = [kind if kind.startswith("Q") else ours["weights"]]
         for work in works:
             ratio = statistics.median(a / b for a, b in zip(ours[work], theirs[work], strict=True))
             speeds = [f"{statistics.median(entry[work]):,.0f}" for entry in (ours, theirs)]
@@ -68,11 +69,12 @@ def cpu_table(results: dict[str, Any], _: str) -> str:
             cells.append(" / ".join(f"{value:{form}}" for value in values))
         rows.append(cells)
     header = ["file", *works.values(), *others.values()]
-    machine = results["machine"]
+    machine, number = results["machine"], results["rounds"]
+    rounds = "one round" if number == 1 else f"medians of {number} rounds"
     note = (
         f"Tokens/s, Unspool / llama.cpp. {results['threads']} threads on {machine['cores']} cores "
         f"of {machine['processor']} ({machine['architecture']}), {results['date']}, commit "
-        f"{results['commit']}, medians of {results['rounds']} rounds, engines in turns: "
+        f"{results['commit']}, {rounds}, engines in turns: "
         f"`{results['command']}`."
     )
     return table(header, rows) + f"\n\n{note}"
