@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from unspool import __version__
-from unspool.backends.interventions import BranchInterventions, check_readable
+from unspool.backends.interventions import BranchInterventions, check_readable, check_supported
 from unspool.backends.step import Backend, Logits, Observations
 from unspool.engine.loop import Loop, concat_logits
 from unspool.engine.page_files import PageFiles, StoredPages, page_access, read_computed
@@ -206,6 +206,8 @@ class Engine:
     ) -> Branch:
         """Open a branch; cached pages of its tokens are used."""
         self._check_length(len(tokens))
+        for intervention in () if interventions is None else interventions.interventions:
+            check_supported(intervention.site, self.backend.sites)
         current_scope().check()
         self._restore_pages(tokens, adapter)
         number = self.adapters.number
@@ -394,6 +396,8 @@ class Engine:
         scope.check()
         self.scheduler.check_fits(min(length + limits.room(length), limits.context))
         self.adapters.number(request.adapter)  # raises for an unknown name
+        for intervention in request.interventions:
+            check_supported(intervention.site, self.backend.sites)
         if len(self._waiting) >= self.max_waiting:
             raise BusyError(
                 f"{len(self._waiting)} requests are waiting, which is the limit; try again later"

@@ -20,7 +20,7 @@ export const DEFAULTS = {
   dry_allowed_length: 2, dry_window: -1, dry_breakers: [], logit_bias: {}, dynatemp_range: 0,
   dynatemp_exponent: 1, mirostat_tau: 0, mirostat_eta: 0.1, stages: STAGES, stop: [], sample: 0, guard: null,
   regex: null, grammar: null, choice: null, json_schema: null, speculate: null, end: true, cache: true,
-  think_budget: null,
+  think_budget: null, interventions: [],
 };
 
 const GRAMMARS = ["regex", "grammar", "choice", "json_schema"];
