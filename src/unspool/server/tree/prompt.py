@@ -24,6 +24,8 @@ from unspool.server.runtime.schema import (
 )
 from unspool.server.runtime.state import Call
 from unspool.server.tree.branches import ExtraSettings, MessageSpan, TreeBranch, TreePrompt
+from unspool.server.tree.parts import NAMES as PART_NAMES
+from unspool.server.tree.parts import ContextFields
 from unspool.text.chat.template import ChatPrompt
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
@@ -37,7 +39,7 @@ GRAMMARS = ("regex", "grammar", "choice", "json_schema")
 DEFAULT_TOKENS = 256  # most tokens of one resume
 
 
-class WriteOptions(Extension):
+class WriteOptions(ContextFields, Extension):
     """Settings of a branch. Every step is traced unless `trace` is false."""
 
     seed: Seed | None = Field(None, description="null: a new random one")
@@ -58,7 +60,8 @@ class WriteOptions(Extension):
 
     def settings(self) -> dict[str, Any]:
         """Options of `LanguageModel.stream` that the request sets; null means the default."""
-        return {_NAMES.get(name, name): self._setting(name) for name in sorted(self.setting_names)}
+        names = self.setting_names.difference(PART_NAMES)
+        return {_NAMES.get(name, name): self._setting(name) for name in sorted(names)}
 
     def _setting(self, name: str) -> Any:
         value = getattr(self, name)
@@ -200,13 +203,14 @@ def encode_turn(call: Call, branch: TreeBranch, message: dict[str, Any]) -> list
 def merged_settings(body: WriteOptions, before: ExtraSettings | None = None) -> ExtraSettings:
     """The settings that no sampling stage reads; a new grammar replaces the old one."""
     names = body.setting_names
-    if before is not None and not names & {*_EXTRA_SETTINGS}:
+    if before is not None and not names & {*_EXTRA_SETTINGS, *PART_NAMES}:
         return before
     defaults = dict.fromkeys(_EXTRA_SETTINGS) | {"end": True, "cache": True}
     values = defaults if before is None else dict(before.values)
     if names & {*GRAMMARS}:
         values.update(dict.fromkeys(GRAMMARS))
     values.update({name: getattr(body, name) for name in _EXTRA_SETTINGS if name in names})
+    values.update(body.part_values())
     return ExtraSettings(values)
 
 

@@ -20,6 +20,7 @@ from unspool.server.http.errors import bad_request
 from unspool.server.http.replies import JsonReply
 from unspool.server.runtime.state import Call, state_of
 from unspool.server.tree import (  # noqa: F401  endpoints
+    context,
     edit,
     edit_text,
     futures,
@@ -29,6 +30,7 @@ from unspool.server.tree import (  # noqa: F401  endpoints
 )
 from unspool.server.tree.branch_json import branches_of, reply, router, summary
 from unspool.server.tree.branches import Bookmark, TreeBranch, fork_branch
+from unspool.server.tree.parts import attach
 from unspool.server.tree.prompt import (
     AppendRequest,
     BranchUpdate,
@@ -113,7 +115,7 @@ async def append(identity: str, body: AppendRequest, request: Request) -> Respon
     with branch.locked():
         since = len(branch.steps)
         async with state_of(request).call(request, branch.model) as call:
-            draft = await call.compute(branch.attach, branch.generation.fork(), call.served.lm)
+            draft = await call.compute(attach, branch, branch.generation.fork(), call.served.lm)
             tokens = body.tokens
             if body.message is not None:
                 if tokens is not None:
@@ -157,7 +159,7 @@ async def choose(identity: str, body: ChooseRequest, request: Request) -> Respon
         tokens = None if body.token is None else [body.token]
         copy = branch.generation.rewind(at)  # the branch may be running
         async with state_of(request).call(request, branch.model) as call:
-            draft = await call.compute(branch.attach, copy, call.served.lm)
+            draft = await call.compute(attach, branch, copy, call.served.lm)
             changed = await call.compute(_append_scored, call, draft, body.text, tokens)
         if body.fork:
             branch = fork_branch(branch, changed, at, body.name)
