@@ -345,7 +345,7 @@ def message_frame(tokenizer: Tokenizer) -> MessageFrame | None:
     pieces = [tokenizer.token_bytes(token) for token in ids]
     for first in range(len(ids)):
         for last in range(first + 1, len(ids) + 1):
-            if b"".join(pieces[first:last]).strip() == _PROBE.encode():
+            if b"".join(pieces[first:last]).lstrip(b" ") == _PROBE.encode():
                 return MessageFrame(tuple(ids[:first]), tuple(ids[last:]))
     return None
 

@@ -127,8 +127,10 @@ def test_in_a_chat_parts_are_system_messages(tree, lm):
     branch = tree.do("append", branch, message={"role": "user", "content": "And the sea?"})
     shown = context(tree, branch)
     ids = [t["id"] for t in branch["prompt"]["tokens"]] + [s["token"] for s in branch["steps"]]
+    default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     expected = lm.chat_template.encode(
         [
+            {"role": "system", "content": default},
             {"role": "system", "content": "Anna is a pilot."},
             *messages,
             {"role": "assistant", "content": "".join(s["text"] for s in branch["steps"][:4])},
@@ -141,7 +143,7 @@ def test_in_a_chat_parts_are_system_messages(tree, lm):
     for part in shown["parts"]:
         read += "".join(map(lm.tokenizer.token_text, ids[start : part["at"]]))
         frame = [span for span in expected.spans if span.role == "system"]
-        number = 0 if part["kind"] == "memory" else 1
+        number = 1 if part["kind"] == "memory" else 2
         span = expected.ids[frame[number].start : frame[number].end]
         assert part["tokens"] == len(span)
         read += "".join(map(lm.tokenizer.token_text, span))
@@ -154,7 +156,7 @@ def test_in_a_chat_parts_are_system_messages(tree, lm):
 
 
 def test_what_cannot_be_is_refused(tree, story):
-    long = "word " * 5000
+    long = "word " * 9000
     assert "tokens together" in str(tree.do("resume", story, 400, max_tokens=1, memory=long))
     for params in (
         {"lorebook": {"entries": [{"text": "x", "keys": ["/(/"]}]}},
