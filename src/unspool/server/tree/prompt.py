@@ -96,8 +96,8 @@ class BookmarkItem(Strict):
     label: Name = ""
 
 
-class BranchUpdate(Strict):
-    """A new name, session or bookmarks, or a new pace for the running resume."""
+class BranchUpdate(ContextFields):
+    """A new name, session, bookmarks or context, or a new pace for the running resume."""
 
     name: Name | None = None
     bookmarks: list[BookmarkItem] | None = Field(None, max_length=1000)
@@ -203,15 +203,22 @@ def encode_turn(call: Call, branch: TreeBranch, message: dict[str, Any]) -> list
 def merged_settings(body: WriteOptions, before: ExtraSettings | None = None) -> ExtraSettings:
     """The settings that no sampling stage reads; a new grammar replaces the old one."""
     names = body.setting_names
-    if before is not None and not names & {*_EXTRA_SETTINGS, *PART_NAMES}:
-        return before
+    if before is not None and not names & {*_EXTRA_SETTINGS}:
+        return with_part_values(before, body)
     defaults = dict.fromkeys(_EXTRA_SETTINGS) | {"end": True, "cache": True}
     values = defaults if before is None else dict(before.values)
     if names & {*GRAMMARS}:
         values.update(dict.fromkeys(GRAMMARS))
     values.update({name: getattr(body, name) for name in _EXTRA_SETTINGS if name in names})
-    values.update(body.part_values())
-    return ExtraSettings(values)
+    return with_part_values(ExtraSettings(values), body)
+
+
+def with_part_values(settings: ExtraSettings, body: ContextFields) -> ExtraSettings:
+    """The settings with the parts of the prompt that a request gives; null removes one."""
+    given = body.part_values()
+    values = {name: value for name, value in settings.values.items() if name not in given}
+    values.update((name, value) for name, value in given.items() if value)
+    return settings if values == settings.values else ExtraSettings(values)
 
 
 def _from_text(call: Call, prompt: str | list[int]) -> TreePrompt:

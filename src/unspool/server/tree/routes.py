@@ -40,6 +40,7 @@ from unspool.server.tree.prompt import (
     RewindRequest,
     encode_turn,
     new_branch,
+    with_part_values,
 )
 from unspool.session import Session
 
@@ -79,7 +80,7 @@ async def get(
     return await reply(branch, since if steps else None, prompt=prompt)
 
 
-@router.patch("/{identity}", summary="Name or bookmark a branch, or change the pace of its resume")
+@router.patch("/{identity}", summary="Change name, bookmarks or context of a branch, or the pace")
 async def update(identity: str, body: BranchUpdate, request: Request) -> Response:
     branches = branches_of(request)
     branch = await branches.open(identity)
@@ -90,6 +91,9 @@ async def update(identity: str, body: BranchUpdate, request: Request) -> Respons
         name = body.name if "name" in body.model_fields_set else branch.name
         session = branch.session if body.session is None else branches.session(body.session).id
         await branches.store.update(branch, name=name, bookmarks=marks, session=session)
+    settings = with_part_values(branch.extra_settings, body)
+    if settings is not branch.extra_settings:
+        await branches.store.set_settings(branch, settings, branch.max_tokens)
     if "pace" in body.model_fields_set and branch.writing is not None:
         branch.writing.set_pace(body.pace)
     return await reply(branch, None)
