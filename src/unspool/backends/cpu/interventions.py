@@ -63,10 +63,9 @@ class CpuInterventions:
 
     def for_step(self, step: StepInterventions, num_tokens: int) -> StepChanges:
         """The interventions of a step."""
-        spans = step.spans
-        is_valid = spans.shape[1:] == (4,) and bool((spans[:, 0] >= 0).all())
-        is_valid = is_valid and bool((spans[:, :2] <= num_tokens).all())
-        if not is_valid or not bool((spans[:, 2] < len(step.table)).all()):
+        least, most = step.spans.min(0).tolist(), step.spans.max(0).tolist()
+        is_valid = least[0] >= 0 and most[1] <= num_tokens
+        if not is_valid or not 0 <= least[2] <= most[2] < len(step.table):
             raise UnspoolError("the batch names a token or an intervention that does not exist")
         digests = tuple(intervention.digest for intervention in step.table)
         if self._table is None or digests != self._digests:

@@ -119,6 +119,11 @@ class ExecutionPlan:
         return self.sites[place_of(site, layer)]
 
     @property
+    def computations(self) -> list[Operation]:
+        """The operations without the places where values can be changed and read."""
+        return [o for o in self.operations if o.kind not in ("site", "stash")]
+
+    @property
     def vectors(self) -> list[str]:
         """Names of the weights that are not matrices, in the order of their first use."""
         ordered: dict[str, None] = {}
@@ -185,9 +190,7 @@ class ExecutionPlan:
     def __str__(self) -> str:
         widths = [f"{name} {width:,} ({rows})" for name, (width, rows) in self.buffers.items()]
         lines = [f"buffers: {', '.join(widths)}"]
-        # Places where values can be changed and read are not shown: they are free.
-        visible = [o for o in self.operations if o.kind not in ("site", "stash")]
-        lines += [f"{number:>4}  {operation}" for number, operation in enumerate(visible)]
+        lines += [f"{number:>4}  {operation}" for number, operation in enumerate(self.computations)]
         return "\n".join(lines)
 
 
