@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unspool.decoding.search.futures import FutureGrowth, FutureNode, futures
+from unspool.decoding.search.futures import FutureGrowth, FutureNode
 from unspool.errors import SettingsError
 from unspool.sampling import Chain, RowInput
 
@@ -50,7 +50,7 @@ def check_tree(lm: Any, ids: list[int], root: FutureNode, mass: float, law: Any)
 
 
 def test_probabilities_are_those_of_the_logits(lm: Any) -> None:
-    result = futures(lm, PROMPT, mass=0.02, depth=4, nodes=300)
+    result = lm.futures(PROMPT, mass=0.02, depth=4, nodes=300)
     ids = list(lm.prompt_ids(PROMPT))
     check_tree(lm, ids, result.root, 0.02, lambda tokens: model_law(lm, tokens))
     nodes = list(result.root.walk())
@@ -68,7 +68,7 @@ def test_probabilities_are_those_of_the_logits(lm: Any) -> None:
 
 def test_the_sampling_stages_have_their_own_law(lm: Any) -> None:
     settings = {"temperature": 0.7, "top_k": 6, "repetition_penalty": 1.3, "min_p": 0.02}
-    result = futures(lm, PROMPT, mass=0.01, depth=3, sampled=True, **settings)
+    result = lm.futures(PROMPT, mass=0.01, depth=3, sampled=True, **settings)
     ids = list(lm.prompt_ids(PROMPT))
     chain = Chain(result.start.request.settings)
 
@@ -83,7 +83,7 @@ def test_the_sampling_stages_have_their_own_law(lm: Any) -> None:
 
     check_tree(lm, ids, result.root, 0.01, law)
     assert all(len(node.children) <= 6 for node in result.root.walk())
-    greedy = futures(lm, PROMPT, depth=4, sampled=True, temperature=0)
+    greedy = lm.futures(PROMPT, depth=4, sampled=True, temperature=0)
     (leaf,) = greedy.leaves
     assert leaf[0] == 1.0
     path = next(node for node in greedy.root.walk() if node.rest is None)
@@ -102,10 +102,12 @@ def test_the_largest_mass_first_and_the_limits(lm: Any) -> None:
         waiting = [other for other in later if other.number < number]
         batch = 16
         assert sum(other.mass > nodes[number].mass for other in waiting) < batch
-    small = FutureGrowth(lm, PROMPT, mass=0.2, depth=2)
+    small = FutureGrowth(lm, PROMPT, mass=0.2, depth=2, nodes=500, width=50)
     list(small.grow())
     assert small.is_complete
-    stopped = FutureGrowth(lm, PROMPT, mass=0.0, depth=50, nodes=20_000, seconds=0.2)
+    stopped = FutureGrowth(
+        lm, PROMPT, mass=0.0, depth=50, nodes=20_000, width=50, seconds=0.2
+    )
     list(stopped.grow())
     assert not stopped.is_complete and 0 < stopped.num_nodes < 20_000
 
@@ -133,10 +135,10 @@ def test_characters_of_several_tokens_are_shown_whole(lm: Any) -> None:
     emoji = lm.tokenizer.encode("\U0001f98a")
     assert len(emoji) > 1
     bias = dict.fromkeys(emoji[:1], math.inf)
-    result = futures(lm, PROMPT, mass=0.5, depth=1, sampled=True, logit_bias=bias, temperature=1.0)
+    result = lm.futures(PROMPT, mass=0.5, depth=1, sampled=True, logit_bias=bias, temperature=1.0)
     (child,) = result.root.children
     assert child.token == emoji[0] and child.text.startswith("⟨") and child.partial_utf8
-    nodes = list(futures(lm, [*lm.prompt_ids(PROMPT), *emoji[:-1]], mass=0.0, depth=1,
+    nodes = list(lm.futures([*lm.prompt_ids(PROMPT), *emoji[:-1]], mass=0.0, depth=1,
                          nodes=1000, width=1000).root.children)  # fmt: skip
     ends = [node for node in nodes if node.token == emoji[-1]]
     assert all(node.text == "\U0001f98a" for node in ends)
@@ -165,7 +167,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "words"), BAD)
 def test_mistakes_are_named(lm: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        futures(lm, PROMPT, **options)
+        lm.futures(PROMPT, **options)
 
 
 def test_options_belong_to_the_text(lm: Any) -> None:
