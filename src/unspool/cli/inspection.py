@@ -254,7 +254,9 @@ def futures(
         listed += [(child, below) for child in reversed(node.children)]
     num_nodes = sum(1 for _ in result.root.walk()) - 1
     covered = sum(node.mass for node in result.root.walk() if not node.children)
-    print(f"{count(num_nodes, 'token')}, {result.seconds:.1f} s; together {covered:.1%} of the mass")
+    print(
+        f"{count(num_nodes, 'token')}, {result.seconds:.1f} s; together {covered:.1%} of the mass"
+    )
 
 
 # -- replay ----------------------------------------------------------------------------------------

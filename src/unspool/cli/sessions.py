@@ -86,7 +86,9 @@ def export(
             help="text, markdown, messages (OpenAI, JSON lines) or sharegpt. Default: by the name.",
         ),
     ] = None,
-    branch: Annotated[str | None, typer.Option(help="Only this branch: the start of its id.")] = None,
+    branch: Annotated[
+        str | None, typer.Option(help="Only this branch: the start of its id.")
+    ] = None,
     state: State = None,
 ) -> None:
     """Write the texts of a session to a file.

@@ -22,7 +22,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -300,7 +300,7 @@ def insert_computed(
 
     def insert(first: int, until: int) -> bool:
         tree = engine.tree
-        index, pool = tree.index, tree.pool
+        index = tree.index
         if engine.adapters.fingerprint(adapter) is None:
             return False  # unloaded meanwhile
         base = [*before, *stored.tokens[:first]]
@@ -466,9 +466,29 @@ class PageFiles:
                 cached = max(cached, at + common)
         return cached
 
+    def restore_latest(self, engine: Engine) -> int:
+        """Restore the text that was used last, before it is asked for; return its tokens."""
+        files: list[tuple[float, str]] = []
+        for path in self.folder.glob("*.kv"):
+            with contextlib.suppress(OSError):
+                files.append((path.stat().st_mtime, path.name))
+        names = {name.removesuffix(".kv").rpartition("-")[2]: name for _, name in files}
+        name = max(files, default=(0.0, ""))[1]
+        tokens: list[int] = []
+        try:
+            while name:  # its chunks, the last one first
+                tokens = read_tokens(self.folder / name)[0] + tokens
+                parent = name.partition("-")[0]
+                name = names.get(parent, "")
+            if tokens and parent == chain_hash(self.identity, ()):
+                return self.restore(engine, [*tokens, tokens[-1]])
+        except (OSError, ValueError, KeyError, TypeError, UnspoolError):
+            pass  # damaged, or the model is being unloaded: nothing waits for it
+        return 0
+
     def _read_ahead(
         self, engine: Engine, identity: str, plan: Sequence[_PlannedFile], tokens: list[int]
-    ) -> Iterator[StoredPages | None]:
+    ) -> Generator[StoredPages | None, None, None]:
         """Yield the content of each file."""
         reads: deque[Future[StoredPages | None]] = deque()
         with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="unspool-pages") as pool:

@@ -30,7 +30,7 @@ def model_law(lm: Any, tokens: list[int]) -> Any:
 def check_tree(lm: Any, ids: list[int], root: FutureNode, mass: float, law: Any) -> None:
     """Every probability is that of the law, and nothing that is likely enough is missing."""
     for node in root.walk():
-        if node.rest is None:
+        if node.other_probability is None:
             assert not node.children
             continue
         expected = law([*ids, *node.tokens])
@@ -40,10 +40,10 @@ def check_tree(lm: Any, ids: list[int], root: FutureNode, mass: float, law: Any)
             assert child.probability == pytest.approx(expected[child.token], rel=1e-4)
             assert child.mass == pytest.approx(node.mass * child.probability, rel=1e-9)
             assert child.mass >= mass and child.depth == node.depth + 1
-        total = math.fsum(child.probability for child in node.children) + node.rest
+        total = math.fsum(child.probability for child in node.children) + node.other_probability
         assert total == pytest.approx(1.0, abs=1e-9)
         others = np.delete(expected, listed)
-        assert node.rest == pytest.approx(others.sum(), abs=1e-4)
+        assert node.other_probability == pytest.approx(others.sum(), abs=1e-4)
         assert others.max(initial=0.0) * node.mass < mass * (1 + 1e-3)
         probabilities = [child.probability for child in node.children]
         assert probabilities == sorted(probabilities, reverse=True)
@@ -54,13 +54,14 @@ def test_probabilities_are_those_of_the_logits(lm: Any) -> None:
     ids = list(lm.prompt_ids(PROMPT))
     check_tree(lm, ids, result.root, 0.02, lambda tokens: model_law(lm, tokens))
     nodes = list(result.root.walk())
-    grown = [node for node in nodes if node.rest is not None]
+    grown = [node for node in nodes if node.other_probability is not None]
     assert all(node.depth < 4 and not node.finished for node in grown)
     # Only nodes that may not be extended are leaves without a known rest.
-    assert all(n.depth == 4 or n.finished for n in nodes if n.rest is None)
+    assert all(n.depth == 4 or n.finished for n in nodes if n.other_probability is None)
     # What is known of all the mass: the leaves, and what is left out on the way.
-    leaves = sum(node.mass for node in nodes if node.rest is None)
-    assert leaves + sum(n.mass * (n.rest or 0) for n in grown) == pytest.approx(1.0, abs=1e-9)
+    leaves = sum(node.mass for node in nodes if node.other_probability is None)
+    left_out = sum(n.mass * (n.other_probability or 0) for n in grown)
+    assert leaves + left_out == pytest.approx(1.0, abs=1e-9)
     assert [mass for mass, _ in result.leaves] == sorted(
         (m for m, _ in result.leaves), reverse=True
     )
@@ -86,7 +87,7 @@ def test_the_sampling_stages_have_their_own_law(lm: Any) -> None:
     greedy = lm.futures(PROMPT, depth=4, sampled=True, temperature=0)
     (leaf,) = greedy.leaves
     assert leaf[0] == 1.0
-    path = next(node for node in greedy.root.walk() if node.rest is None)
+    path = next(node for node in greedy.root.walk() if node.other_probability is None)
     assert path.tokens == lm.generate(PROMPT, temperature=0, max_tokens=4).tokens
 
 
@@ -105,9 +106,7 @@ def test_the_largest_mass_first_and_the_limits(lm: Any) -> None:
     small = FutureGrowth(lm, PROMPT, mass=0.2, depth=2, nodes=500, width=50)
     list(small.grow())
     assert small.is_complete
-    stopped = FutureGrowth(
-        lm, PROMPT, mass=0.0, depth=50, nodes=20_000, width=50, seconds=0.2
-    )
+    stopped = FutureGrowth(lm, PROMPT, mass=0.0, depth=50, nodes=20_000, width=50, seconds=0.2)
     list(stopped.grow())
     assert not stopped.is_complete and 0 < stopped.num_nodes < 20_000
 

@@ -100,6 +100,9 @@ class ServerState:
             )
         except OSError as error:
             _log_warning(f"KV-cache pages cannot be saved: {error}")
+            return
+        with suppress(RuntimeError):  # the server is stopping
+            self._page_saver.submit(lm.engine.page_files.restore_latest, lm.engine)
 
     def save_pages(self, lm: Session, tokens: Callable[[], Sequence[int] | None]) -> None:
         """Save the pages of a text that has come to rest, on a thread.

@@ -44,8 +44,8 @@ async def futures(identity: str, body: FuturesRequest, request: Request) -> Resp
     """Nothing is sampled, and the branch stays unchanged: the likeliest continuations are extended
     first, several in one step, with exact probabilities. Each item has a `node`, its `children`
     (`node`, `token`, `text`, `p` after the text before it, `mass` from the start) and
-    `other_probability`, that of all other tokens. With `stream`, event `grown` is an item, and `done`
-    comes last. The tree ends when the client leaves."""
+    `other_probability`, that of all other tokens. With `stream`, event `grown` is an item, and
+    `done` comes last. The tree ends when the client leaves."""
     branch = await branches_of(request).open(identity)
     at = branch.step_index(body.at, "at")
     call = await state_of(request).enter(request, branch.model)
