@@ -172,7 +172,7 @@ def test_a_disk_that_is_really_full_and_one_that_is_read_only(small_entry: Any, 
                     break
             assert answer.status_code == 507 and "not stored" in answer.text
             assert tree.get(branch)["steps"] == branch["steps"]
-            tree.do("append", branch, 507, text=" word" * 300)
+            tree.do("append", branch, 507, text=" word" * 100)
             assert tree.get(branch)["steps"] == branch["steps"]
             (disk / "ballast").unlink()
             result = tree.do("resume", branch, max_tokens=3)

@@ -14,8 +14,9 @@ from fastapi import Query, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from unspool.backends.interventions import BranchInterventions
 from unspool.engine.generation import Generation
-from unspool.lens.activations import Activations, get_activations, to_numpy
+from unspool.lens.activations import Activations, TextLike, get_activations, to_numpy
 from unspool.lens.attribution import attribution
 from unspool.lens.embeddings import neighbours
 from unspool.lens.logit_lens import logit_lens
@@ -25,6 +26,7 @@ from unspool.server.http.replies import JsonReply
 from unspool.server.runtime.state import state_of
 from unspool.server.runtime.texts import finite, step_json
 from unspool.server.tree.branch_json import branches_of, router, sampling_json
+from unspool.server.tree.parts import attach
 from unspool.server.tree.prompt import Place, WriteOptions
 from unspool.session import Session
 
@@ -49,13 +51,16 @@ async def alternatives_at(
     T, the logarithm of the sum of exp(logprob / T) over them."""
     branch = await branches_of(request).open(identity)
     at = branch.step_index(at, "at")
-    ids = [*branch.prompt.ids, *branch.generation.tokens[:at]]
+    copy, position = branch.generation.rewind(at), len(branch.prompt.ids) + at
     picked = branch.steps[at].token if at < len(branch.steps) else None
     head = {"object": "tree.alternatives", "branch": identity, "at": at}
     settings = sampling_json(branch.generation.settings)
     async with state_of(request).call(request, branch.model) as call:
-        result = await call.compute(alternatives, call.served.lm, ids, picked, top)
-    return JsonReply({**head, **result, "settings": settings})
+        lm = call.served.lm
+        draft: Generation = await call.compute(attach, branch, copy, lm)
+        tokens, interventions = draft.context_tokens(), draft.request.branch_interventions()
+        result = await call.compute(alternatives, lm, tokens, picked, top, interventions)
+    return JsonReply({**head, "position": position, **result, "settings": settings})
 
 
 class LookOptions(BaseModel):
@@ -103,21 +108,25 @@ async def look_at(
     if options.step is not None:
         position = len(branch.prompt.ids) + branch.step_index(options.step, "step") - 1
     options.included()
-    tokens = branch.tokens
+    text = branch.generation.fork()  # the branch may be running
     head = {"object": "tree.look", "branch": identity, "prompt_tokens": len(branch.prompt.ids)}
     async with state_of(request).call(request, branch.model) as call:
         reply: Response = await call.compute(
-            lambda: JsonReply({**head, **look_json(call.served.lm, tokens, position, options)})
+            lambda: JsonReply({**head, **look_json(call.served.lm, text, position, options)})
         )
     return reply
 
 
 def alternatives(
-    lm: Session, tokens: Sequence[int], picked: int | None, top: int
+    lm: Session,
+    tokens: Sequence[int],
+    picked: int | None,
+    top: int,
+    interventions: BranchInterventions | None = None,
 ) -> dict[str, Any]:
     """The most likely next tokens of the model, and the sum of all others."""
     lm.prompt_ids(tokens)
-    with lm.open_branch(tokens) as branch:
+    with lm.open_branch(tokens, interventions=interventions) as branch:
         logits = lm.engine.extend(branch)[-1:]
     scores = score(logits, [picked or 0], top)
     ids, logprobs = scores.top_tokens[0], scores.top_logprobs[0]
@@ -133,7 +142,6 @@ def alternatives(
     ]
     others = np.delete(to_numpy(log_softmax(logits))[0].astype(np.float64), ids)
     return {
-        "position": len(tokens),
         "entropy": max(0.0, float(scores.entropies[0])),
         "candidates": candidates,
         "picked": None
@@ -159,11 +167,9 @@ def _log_sum(levels: Any) -> float | None:
     return finite(peak + math.log(float(np.exp(levels - peak).sum()))) if peak > -math.inf else None
 
 
-def look_json(
-    lm: Session, tokens: Sequence[int], position: int, options: LookOptions
-) -> dict[str, Any]:
+def look_json(lm: Session, text: TextLike, position: int, options: LookOptions) -> dict[str, Any]:
     """Model internals at this position."""
-    internals, parts = get_activations(lm, tokens, position), options.included()
+    internals, parts = get_activations(lm, text, position), options.included()
     partial_utf8 = lm.partial_utf8(internals.tokens)
     layers = _indices(options.layer, len(internals.attention), "layer")
     heads = _indices(options.head, internals.attention.shape[1], "head")
@@ -349,7 +355,7 @@ async def try_step(identity: str, body: TryRequest, request: Request) -> Respons
     copy = branch.generation.rewind(at)  # the branch may be running
     one_step = {"max_tokens": 1, "stop": (), "guard": None, "speculate": None, "explain": True}
     async with state_of(request).call(request, branch.model) as call:
-        draft = await call.compute(branch.attach, copy, call.served.lm)
+        draft = await call.compute(attach, branch, copy, call.served.lm)
         generation: Generation = await call.compute(draft.resume, **{**body.settings(), **one_step})
     step = generation.steps[at] if len(generation.steps) > at else None  # None: the context is full
     reply: dict[str, Any] = {"object": "tree.try", "branch": identity, "at": at}
