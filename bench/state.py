@@ -70,17 +70,21 @@ def measure_library(model: str | None, folder: str) -> None:
 def measure_reopening(model: str | None, folder: str) -> None:
     prompt = ("It was a dark and stormy night, and the keeper read on. " * 1000).split(" ")
     with serving(model, "--state", folder) as url:
-        text = " ".join(prompt[: LONG * 3 // 4])
+        text = " ".join(prompt[:LONG])
         branch = ask(url, "", {"prompt": text, "temperature": 0, "end": False})
         tokens = [token["id"] for token in branch["prompt"]["tokens"]][:LONG]
         branch = ask(url, "", {"prompt": tokens, "temperature": 0, "end": False})
         ask(url, f"/{branch['id']}/resume", {"max_tokens": 8})
-    for name, clear in (("from stored pages", False), ("computed again", True)):
-        if clear:
+    for name in ("the last text, restored at the start", "from stored pages", "computed again"):
+        if name == "from stored pages":  # of a text that is not the last one
+            with serving(model, "--state", folder) as url:
+                short = ask(url, "", {"prompt": "Hello " * 40, "temperature": 0})["id"]
+                ask(url, f"/{short}/resume", {"max_tokens": 8})
+        elif name == "computed again":
             for file in Path(folder).rglob("*.kv"):
                 file.unlink()
         with serving(model, "--state", folder) as url:
-            ask(url, "")  # imports the routes
+            time.sleep(1)
             began = time.perf_counter()
             forked = ask(url, f"/{branch['id']}/fork", {})
             opened = _ms(began)

@@ -394,9 +394,9 @@ class LanguageModel(Session):
 
         Options are those of sampling, for `sampled=True`.
         """
-        from unspool.decoding.search.futures import futures
+        from unspool.decoding.search.futures import FutureGrowth
 
-        return futures(
+        growth = FutureGrowth(
             self,
             text,
             at=at,
@@ -408,6 +408,7 @@ class LanguageModel(Session):
             seconds=seconds,
             **options,
         )
+        return growth.run()
 
     # -- infill, edit, diffusion, search ----------------------------------------------------------
 
@@ -708,8 +709,9 @@ class LanguageModel(Session):
             lm.generate("Once upon a time").save("story.json")
             story = lm.open("story.json").resume(max_tokens=50)
 
-        The keys and values of a branch come from its file if model, backend and format are the
-        same; else they are computed again. If a text was written by another model, its `notes` say
+        The keys and values of a branch come from its file if model, adapter, backend and format
+        are the same; else they are computed again. An adapter must be loaded under the same name
+        first. If a text was written by another model, its `notes` say
         so.
         """
         from unspool.engine.page_files import is_page_file
@@ -734,16 +736,17 @@ class LanguageModel(Session):
 
         access, stored = page_access(self.engine), None
         try:
-            tokens = read_tokens(path)
+            tokens, adapter = read_tokens(path)
+            number = self.engine.adapters.number(adapter)
             with suppress(ValueError, KeyError, TypeError):  # damaged, or of another model
-                stored = StoredPages.read(path, self.engine.page_identity(), access)
+                stored = StoredPages.read(path, self.engine.page_identity(number), access)
         except (ValueError, KeyError, TypeError) as error:
             raise UnspoolError(f"{path} is damaged: {error}") from None
         self.prompt_ids(tokens)
         if stored is not None and access is not None:
-            insert_computed(self.engine, [], stored)
+            insert_computed(self.engine, [], stored, adapter=number)
         self.config.require_causal()
-        return self.engine.open(tokens)
+        return self.engine.open(tokens, adapter)
 
     def replay(self, trace: Trace | str | Path, *, tolerance: float | None = None) -> Replay:
         """Generate a traced text again, and report where it first differs.

@@ -16,7 +16,7 @@ def check(data: list[dict[str, Any]], mass: float) -> dict[int, dict[str, Any]]:
     nodes: dict[int, dict[str, Any]] = {0: {"mass": 1.0, "path": []}}
     for item in data:
         parent = nodes[item["node"]]
-        total = math.fsum(child["p"] for child in item["children"]) + item["rest"]
+        total = math.fsum(child["p"] for child in item["children"]) + item["other_probability"]
         assert total == pytest.approx(1.0, abs=1e-9)
         for child in item["children"]:
             assert child["mass"] == pytest.approx(parent["mass"] * child["p"])

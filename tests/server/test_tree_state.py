@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
+import subprocess
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from unspool.errors import UnspoolError
 from unspool.server.tree.branch_json import branch_store
 from unspool.store.database import Database
 from unspool.store.folder import FolderInUseError, StateFolder
+from unspool.store.library import open_library
 
 
 @contextmanager
@@ -98,7 +101,15 @@ def test_more_branches_than_memory_holds(small_entry: Any, tmp_path: Path):
     with serving(small_entry, tmp_path, max_branches=3) as tree:
         names = [tree.do("resume", tree.new(seed=n, max_tokens=4)) for n in range(8)]
         assert len(branch_store(tree.state).loaded) <= 3  # type: ignore[attr-defined]
-        assert len(tree.ask("GET", "")["data"]) == 8
+        listed = tree.ask("GET", "")
+        assert len(listed["data"]) == 8 and listed["next"] is None
+        first = tree.ask("GET", "", params={"limit": 5})
+        second = tree.ask("GET", "", params={"limit": 5, "cursor": first["next"]})
+        assert first["data"] + second["data"] == listed["data"] and second["next"] is None
+        two = [names[1]["id"], "branch-none", names[6]["id"]]
+        listed = tree.ask("GET", "", params={"id": two})
+        assert [branch["id"] for branch in listed["data"]] == [two[2], two[0]]
+        tree.ask("GET", "", 400, params={"cursor": "1.2.3:x"})
         for branch in names:
             assert tree.get(branch)["steps"] == branch["steps"]
         again = tree.do("resume", names[0], max_tokens=2)
@@ -132,6 +143,47 @@ def test_a_newer_database_is_refused_and_a_damaged_one_moved_aside(tmp_path: Pat
         assert list(tmp_path.glob("texts.db.damaged-*"))
         for aside in tmp_path.glob("texts.db.damaged-*"):
             aside.unlink()
+
+
+@contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[Path]:
+    """A disk of its own in a folder; skips where mounting one is not allowed."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a disk is not permitted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full_and_one_that_is_read_only(small_entry: Any, tmp_path: Path):
+    with small_disk(tmp_path / "disk", 6 << 20) as disk:
+        state = disk / "state"
+        with serving(small_entry, state) as tree:
+            branch = tree.do("resume", tree.new(max_tokens=8))
+            with suppress(OSError), (disk / "ballast").open("wb", buffering=0) as ballast:
+                while True:
+                    ballast.write(bytes(4096))
+            for _ in range(100):  # SQLite's log may have some room left
+                answer = tree.http.post("/v1/tree/sessions", json={"view": {"x": "y" * 40_000}})
+                if answer.status_code != 200:
+                    break
+            assert answer.status_code == 507 and "not stored" in answer.text
+            assert tree.get(branch)["steps"] == branch["steps"]
+            tree.do("append", branch, 507, text=" word" * 100)
+            assert tree.get(branch)["steps"] == branch["steps"]
+            (disk / "ballast").unlink()
+            result = tree.do("resume", branch, max_tokens=3)
+            assert result["length"] == 11
+        with serving(small_entry, state) as tree:
+            assert tree.get(branch)["length"] == 11
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(UnspoolError, match=r"cannot be used.*ead-only"):
+            StateFolder(state)
+        with open_library(state) as db:  # reading is possible
+            assert db.value("SELECT count(*) FROM branches") == 1
 
 
 def test_a_full_disk_refuses_the_change_and_damages_nothing(small_entry: Any, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""`unspool tokenize`, `score` and `replay`: inspect a text or a saved generation."""
+"""`unspool tokenize`, `score`, `futures` and `replay`: inspect a text or a saved generation."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from unspool.errors import ModelFileError, SettingsError, count
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from unspool.decoding.search.futures import FutureNode
     from unspool.lens.trace import Trace
     from unspool.model.files.checkpoint import Checkpoint
     from unspool.text.tokenizer.tokenizer import Tokenizer
@@ -194,6 +195,68 @@ def score(
             table.add_row(out.visible(position.text), str(position.token), *cells, *extra)
         console.print(table)
     console.print(f"{count(len(result.tokens), 'token')}, {result.describe()}")
+
+
+# -- futures ---------------------------------------------------------------------------------------
+
+
+@o.model_options
+def futures(
+    text: Annotated[str | None, typer.Argument(help="The text; - or none reads stdin.")] = None,
+    mass: Annotated[float, typer.Option(help="Leave out less likely continuations.")] = 0.01,
+    depth: Annotated[int, typer.Option(help="Tokens of a continuation, at most.")] = 8,
+    nodes: Annotated[int, typer.Option(help="Tokens in the tree, at most.")] = 500,
+    chat: Annotated[bool, typer.Option("--chat", help="The text is a question.")] = False,
+    as_json: o.Json = False,
+    *,
+    model_choice: o.ModelChoice,
+) -> None:
+    """Show the most likely continuations as a tree, with their exact probabilities.
+
+    Nothing is sampled. A percentage is that of the whole continuation up to there.
+
+    [b]Examples[/b]
+
+      unspool futures "The sky is" --mass 0.05 --depth 4
+      unspool futures --chat "What is the capital of France?"
+      unspool futures "The sky is" --json
+    """
+    prompt = o.read_prompt(text)
+    lm = model_choice.load()
+    start = lm.chat_prompt(prompt).ids if chat else prompt
+    result = lm.futures(start, mass=mass, depth=depth, nodes=nodes)
+    if as_json:
+        fields = ("number", "token", "text", "probability", "mass", "other_probability", "finished")
+        rows = [
+            {name: getattr(node, name) for name in fields}
+            | {"parent": None if node.parent is None else node.parent.number}
+            for node in result.root.walk()
+        ]
+        out.print_json(rows)
+        return
+    from rich.text import Text
+
+    console = out.stdout_console()
+    listed: list[tuple[FutureNode, str]] = [(result.root, "")]
+    while listed:
+        node, indent = listed.pop()
+        if node.parent is not None:
+            line, parent = Text(f"{node.mass:7.2%}  {indent}", style="dim"), node
+            line.append(out.visible(parent.text), out.probability_style(parent.probability))
+            while len(parent.children) == 1:  # one line, down to the next fork
+                parent = parent.children[0]
+                line.append(out.visible(parent.text), out.probability_style(parent.probability))
+            line.append(f"  {parent.mass:.2%}" * (parent is not node), "dim")
+            line.append("  ends" * parent.finished, "dim")
+            console.print(line, soft_wrap=True)
+            node = parent
+        below = indent + "  " * (node.parent is not None)
+        listed += [(child, below) for child in reversed(node.children)]
+    num_nodes = sum(1 for _ in result.root.walk()) - 1
+    covered = sum(node.mass for node in result.root.walk() if not node.children)
+    print(
+        f"{count(num_nodes, 'token')}, {result.seconds:.1f} s; together {covered:.1%} of the mass"
+    )
 
 
 # -- replay ----------------------------------------------------------------------------------------

@@ -39,11 +39,12 @@ _COMMANDS = {
         Command("explore", "unspool.cli.explore:explore", "Inspect"),
         Command("tokenize", "unspool.cli.inspection:tokenize", "Inspect"),
         Command("score", "unspool.cli.inspection:score", "Inspect"),
+        Command("futures", "unspool.cli.inspection:futures", "Inspect"),
         Command(
             "sessions",
             "unspool.cli.sessions:sessions",
             "Inspect",
-            subcommands=("list", "show", "export", "delete"),
+            subcommands=("list", "show", "export", "import", "delete"),
             default="list",
         ),
         Command("page", "unspool.cli.serve:page", "Serve"),

@@ -11,13 +11,13 @@ import typer
 
 from unspool.cli import options as o
 from unspool.cli import output as out
-from unspool.errors import UnspoolError, count
+from unspool.errors import SettingsError, UnspoolError, count
 from unspool.store.folder import StateFolder, default_folder
 
 sessions = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="List, show, export and delete stored texts.",
+    help="List, show, export, import and delete stored texts.",
     epilog="Examples:  unspool sessions   ·   unspool sessions show 3f9a   ·   "
     "unspool sessions export 3f9a story.txt",
 )
@@ -72,27 +72,80 @@ def show(session: Session, state: State = None, as_json: o.Json = False) -> None
     for index, text in enumerate(texts):
         if len(texts) > 1:
             print(f"{'' if index == 0 else chr(10)}-- {text.name or text.branch} --")
-        print(text.describe())
+        print(text.portable(None).describe())
 
 
 @sessions.command()
-def export(session: Session, file: Path, state: State = None) -> None:
-    """Write the texts of a session to a text file.
+def export(
+    session: Session,
+    file: Annotated[Path | None, typer.Argument(help="The file; none: stdout.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="text, markdown, messages (OpenAI, JSON lines) or sharegpt. Default: by the name.",
+        ),
+    ] = None,
+    branch: Annotated[
+        str | None, typer.Option(help="Only this branch: the start of its id.")
+    ] = None,
+    state: State = None,
+) -> None:
+    """Write the texts of a session to a file.
 
-    [b]Example[/b]
+    [b]Examples[/b]
 
       unspool sessions export 3f9a story.txt
+      unspool sessions export 3f9a chat.md
+      unspool sessions export 3f9a --format messages > data.jsonl
     """
     from unspool.store import library
+    from unspool.store.formats import FORMATS, write_texts
 
+    kind = kind or FORMATS.get("" if file is None else file.suffix.lower(), "text")
+    if kind not in FORMATS.values():
+        raise SettingsError(f"format must be {', '.join(FORMATS.values())}, got {kind!r}")
     with library.open_library(state or default_folder()) as db:
-        texts = library.texts_of(db, library.find_session(db, session).id)
-    content = "\n\n".join(text.describe() for text in texts) + "\n"
+        matching = library.find_session(db, session)
+        texts = library.texts_of(db, matching.id)
+    if branch is not None:
+        texts = [text for text in texts if text.branch.startswith((branch, f"branch-{branch}"))]
+    if not texts:
+        raise UnspoolError(f"session {_short(matching.id)} has no such text")
+    content = write_texts([text.portable(matching.title) for text in texts], kind)
+    if file is None:
+        print(content, end="")
+        return
     try:
         file.expanduser().write_text(content, encoding="utf-8")
     except OSError as error:
         raise UnspoolError(f"{file} cannot be written: {error.strerror or error}") from error
     out.say(f"wrote {count(len(texts), 'text')} to {file}")
+
+
+@sessions.command("import")
+@o.model_options
+def import_file(
+    file: Annotated[Path, typer.Argument(help="OpenAI messages, ShareGPT, Markdown or text.")],
+    state: State = None,
+    *,
+    model_choice: o.ModelChoice,
+) -> None:
+    """Store the texts of a file, each as a session. The model tokenizes and scores them.
+
+    [b]Examples[/b]
+
+      unspool sessions import chats.jsonl
+      unspool chat --continue last
+    """
+    from unspool.cli.stored_chat import StoredChat
+    from unspool.store.formats import read_file
+
+    texts = read_file(file.expanduser())  # before the model, so that a bad file fails quickly
+    lm = model_choice.load()
+    for text in texts:
+        with StoredChat((state or default_folder()).expanduser(), lm) as chat:
+            print(f"{_short(chat.add(text))}  {text.title or ''}".rstrip())
 
 
 @sessions.command()

@@ -7,7 +7,9 @@ answer are its prompt, and the answer is its steps.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from unspool.conversation import Conversation, Exchange
 from unspool.engine.generation import Generation
@@ -19,6 +21,7 @@ from unspool.server.tree.storage import TreeStorage
 from unspool.session import Session
 from unspool.store.database import Database
 from unspool.store.folder import StateFolder
+from unspool.store.formats import PortableText
 from unspool.store.library import find_session
 
 
@@ -41,6 +44,25 @@ class StoredChat:
     def close(self) -> None:
         self._database.close()
         self._folder.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, text: PortableText) -> str:
+        """Store a text as a new session; return its id. The last answer is its generated part."""
+        lm, messages, answer = self._lm, text.messages, ""
+        if messages is not None and messages[-1]["role"] == "assistant" and len(messages) > 1:
+            answer, messages = messages[-1]["content"], messages[:-1]
+        ids = lm.prompt_ids(text.text) if messages is None else lm.chat_prompt(messages).ids
+        generation, _ = lm.begin(ids, max_tokens=0)
+        if answer:
+            generation = generation.choose(answer)
+        self._session = TreeSession("", text.title)
+        self._store(self._prompt(generation.prompt, messages), generation)
+        return self._session.id
 
     def resume(self, name: str | None, conversation: Conversation) -> str:
         """Fill a conversation with a stored one, the newest if `name` is None; return its title."""
@@ -67,14 +89,17 @@ class StoredChat:
 
     def save(self, conversation: Conversation, generation: Generation) -> None:
         """Store the conversation after an answer; done when it is on the disk."""
-        now = time.time()
-        messages = conversation.messages[:-1]
-        prompt = self._prompt(conversation, generation, messages)
         if self._session is None:
             self._session = TreeSession("")
-            row = self._session.row()
-            self._database.submit(self._storage.session(row, b"{}")).result()
+        self._store(self._prompt(generation.prompt, conversation.messages[:-1]), generation)
+
+    def _store(self, prompt: TreePrompt, generation: Generation) -> None:
+        """Write the branch of the session, and the session if it is new."""
+        assert self._session is not None
         old = self._branch
+        if old is None:
+            row = self._session.row()
+            self._database.submit(self._storage.session(row, None)).result()
         stored = TreeBranch(
             self._lm.path.stem if self._lm.path is not None else self._lm.config.family,
             prompt,
@@ -83,7 +108,7 @@ class StoredChat:
             None,
             session=self._session.id,
             finish_reason=generation.finish_reason,
-            updated=now,
+            updated=time.time(),
         )
         if old is not None:
             stored.id, stored.number, stored.created = old.id, old.number, old.created
@@ -94,13 +119,15 @@ class StoredChat:
         self._storage.tidy(stored)
 
     def _prompt(
-        self, conversation: Conversation, generation: Generation, messages: list[dict[str, str]]
+        self, ids: tuple[int, ...], messages: Sequence[dict[str, str]] | None
     ) -> TreePrompt:
-        lm, ids = self._lm, generation.prompt
+        lm, text = self._lm, self._lm.tokenizer.decode(ids)
+        if messages is None:
+            is_start = bool(ids) and ids[0] == lm.tokenizer.bos_id
+            return TreePrompt(ids, text, lm.tokenizer, frozenset({0} if is_start else ()))
         chat = lm.chat_prompt(messages)
         spans = message_spans(lm.tokenizer, chat, messages) if tuple(chat.ids) == ids else ()
         content = {at for span in spans if span.content for at in range(*span.content)}
-        text = lm.tokenizer.decode(ids)
         added = frozenset(range(len(ids))) - content if spans else frozenset[int]()
         stops = lm.chat_template.stops
         return TreePrompt(ids, text, lm.tokenizer, added, list(messages), spans, stops)

@@ -49,6 +49,7 @@ class EngineAdapters:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._numbers: dict[str, int] = {}
+        self._fingerprints: dict[int, str] = {0: ""}  # by number; 0: no adapter
         self._twins: dict[str, CanvasAdapterSettings] = {}
         self._retired: set[int] = set()  # unloaded, and perhaps still in use
         self._count = 0
@@ -71,6 +72,14 @@ class EngineAdapters:
             )
         return number
 
+    def fingerprint(self, number: int) -> str | None:
+        """Return the hash of an adapter's weights, "" for 0; None: it was freed."""
+        return self._fingerprints.get(number)
+
+    def name(self, number: int) -> str | None:
+        """Return the name of an adapter; None for 0, and for one that was unloaded."""
+        return next((name for name, other in self._numbers.items() if other == number), None)
+
     def canvas_settings(self, name: str | None) -> CanvasAdapterSettings | None:
         """Return the adapter's settings for filling a canvas; None if it has none."""
         self.number(name)
@@ -78,10 +87,12 @@ class EngineAdapters:
 
     def load(self, name: str, adapter: Adapter) -> None:
         """Load an adapter under a name, and replace an earlier one of that name."""
+        fingerprint = adapter.fingerprint()
 
         def load() -> None:
             self._loop.backend.set_adapter(self._count + 1, adapter)
             self._count += 1
+            self._fingerprints[self._count] = fingerprint
             self._retire(name)
             self._numbers[name] = self._count
             if adapter.canvas is not None:
@@ -111,6 +122,7 @@ class EngineAdapters:
             if self._loop.tree.index.drop_adapter(number):
                 self._loop.backend.set_adapter(number, None)
                 self._retired.discard(number)
+                del self._fingerprints[number]
 
 
 Result = TypeVar("Result")
@@ -218,31 +230,37 @@ class Engine:
         branch.owner = self
         return branch
 
-    def page_identity(self) -> str:
-        """Return what must be the same for saved KV-cache pages to be used."""
+    def page_identity(self, adapter: int = 0) -> str:
+        """Return what must be the same for saved KV-cache pages to be used.
+
+        `adapter` is the number of a LoRA adapter; 0: none.
+        """
         backend = self.backend
         layout = (backend.page_size, backend.page_bytes, backend.state_bytes)
-        return hashlib.sha256(repr((__version__, self._identity(), layout)).encode()).hexdigest()
+        content = repr((__version__, self._identity(), layout)).encode()
+        return hashlib.sha256(content).hexdigest() + (self.adapters.fingerprint(adapter) or "")
 
     def save(self, branch: Branch, path: str | Path) -> None:
         """Write a branch to a file: its tokens, and what is computed of them."""
         self.release(self.fork(branch))  # puts its unfinished page into the prefix cache
         tokens = branch.tokens
-        is_own = branch.private_id or branch.adapter or branch.interventions
-        stored = None if is_own else read_computed(self, tokens)
+        stored = None
+        if not (branch.private_id or branch.interventions):
+            stored = read_computed(self, tokens, adapter=branch.adapter)
         if stored is None:
             width = self.backend.page_bytes if page_access(self) is not None else 0
             stored = StoredPages([], np.empty((0, width), np.uint8))
         stored.following = tokens[len(stored.tokens) :]
+        stored.adapter = self.adapters.name(branch.adapter)
         try:
-            stored.write(Path(path).expanduser(), self.page_identity())
+            stored.write(Path(path).expanduser(), self.page_identity(branch.adapter))
         except OSError as error:
             raise UnspoolError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def _restore_pages(self, tokens: Sequence[int], adapter: str | None) -> None:
         """Read saved pages of a text; never on the engine's thread, as it reads files."""
-        if self.page_files is not None and adapter is None and not self.loop.is_own_thread():
-            self.page_files.restore(self, tokens)
+        if self.page_files is not None and not self.loop.is_own_thread():
+            self.page_files.restore(self, tokens, self.adapters.number(adapter))
 
     def extend(self, branch: Branch, tokens: Sequence[int] = (), *, num_logits: int = 1) -> Logits:
         """Append tokens, compute the branch to its end, and return the last `num_logits` logits."""

@@ -21,7 +21,9 @@ import shutil
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -30,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.engine.states import MARK
-from unspool.engine.tree import OutOfPagesError, PageNode
+from unspool.engine.tree import Branch, OutOfPagesError, PageNode
 from unspool.errors import UnspoolError
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 CHUNK = 256  # tokens of a file
 MAX_AGE_S = 30 * 86_400.0  # unused files are removed after this time
-_MAGIC = b"unspool kv 1\n"
+_MAGIC = b"unspool kv 2\n"
 _MIN_FREE_BYTES = 1 << 30  # of the disk; the texts themselves have priority
 _MIN_TOKENS = 16  # a shorter text is computed again
 _MAX_HEADER = 1 << 24
@@ -57,6 +59,10 @@ class PageAccess(Protocol):
 
     def write_pages(self, pages: Sequence[int], content: Bytes) -> None: ...
 
+    def page_rows(self, pages: Sequence[int]) -> Sequence[Bytes]:
+        """Return the memory of pages that no step uses. Only backends whose pages are in host
+        memory, each in one piece, have this method."""
+
     def read_state(self, slot: int) -> Bytes: ...
 
     def write_state(self, slot: int, content: Bytes) -> None: ...
@@ -73,28 +79,33 @@ class StoredPages:
     """Computed tokens of a text: pages with keys and values, and recurrent states."""
 
     tokens: list[int]  # from a page border on; the last page may be incomplete
-    pages: Bytes  # [n, page_bytes]
+    pages: Sequence[Bytes] | Bytes  # [n, page_bytes]
     states: dict[int, Bytes] = field(default_factory=dict)  # by number of tokens of the whole text
     following: list[int] = field(default_factory=list)  # tokens after them that are not computed
+    adapter: str | None = None  # name of the LoRA adapter that computed them
+    places: list[int] = field(default_factory=list)  # pages of the KV cache that hold them already
 
     def write(self, path: Path, identity: str) -> None:
         """Write a file, atomically."""
+        digest = _new_digest()
+        for row in (*self.pages, *self.states.values()):
+            _hash_row(digest, row)
         header = {
             "identity": identity,
             "tokens": self.tokens,
             "following": self.following,
-            "page_bytes": int(self.pages.shape[1]),
+            "adapter": self.adapter,
+            "page_bytes": len(self.pages[0]) if len(self.pages) else 0,
             "states": list(self.states),
-            "checksums": [_checksum(self.pages), *map(_checksum, self.states.values())],
+            "checksum": digest.hexdigest(),
         }
         data = json.dumps(header, separators=(",", ":")).encode()
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
         try:
             with temporary.open("wb") as file:
                 file.write(_MAGIC + len(data).to_bytes(8, "little") + data)
-                file.write(np.ascontiguousarray(self.pages).data)
-                for state in self.states.values():
-                    file.write(np.ascontiguousarray(state).data)
+                for row in (*self.pages, *self.states.values()):
+                    file.write(np.ascontiguousarray(row).data)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -106,11 +117,11 @@ class StoredPages:
         identity: str,
         access: PageAccess | None,
         expected: Sequence[int] | None = None,
-        buffer: Bytes | None = None,
+        allocate: Callable[[int], Sequence[Bytes]] | None = None,
     ) -> StoredPages | None:
         """Read a file; without `access`, only its tokens.
 
-        With a `buffer`, the pages are in it if they fit: new memory costs more than reading.
+        `allocate` returns memory for a number of pages.
 
         Returns None, without reading the pages, if `expected` are tokens of which it has none.
 
@@ -130,13 +141,22 @@ class StoredPages:
             tokens = [int(token) for token in header["tokens"]]
             if expected is not None and not num_common(tokens, expected):
                 return None
-            rows = -(-len(tokens) // CHUNK_PAGE) if page_bytes else 0
-            pages = _read_array(file, rows * page_bytes, buffer).reshape(rows, page_bytes)
-            state_bytes = 0 if access is None else access.state_bytes
-            states = {int(at): _read_array(file, state_bytes) for at in header["states"]}
+            num_pages = -(-len(tokens) // CHUNK_PAGE) if page_bytes else 0
+            pages: Sequence[Bytes] | Bytes = np.empty((0, page_bytes), np.uint8)
+            if allocate is not None:
+                pages = allocate(num_pages)
+            elif num_pages:
+                pages = np.empty((num_pages, page_bytes), np.uint8)
+            digest = _new_digest()
+            for page in pages:  # hashed while it is in the processor's cache
+                _read_row(file, page, digest)
+            states: dict[int, Bytes] = {}
+            for at in header["states"]:
+                states[int(at)] = np.empty(0 if access is None else access.state_bytes, np.uint8)
+                _read_row(file, states[int(at)], digest)
             if file.read(1):
                 raise ValueError("it is too long")
-        if header["checksums"] != [_checksum(pages), *map(_checksum, states.values())]:
+        if header["checksum"] != digest.hexdigest():
             raise ValueError("its checksum is wrong")
         return cls(tokens, pages, states, [int(token) for token in header["following"]])
 
@@ -147,35 +167,41 @@ def is_page_file(path: Path) -> bool:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
-def read_tokens(path: Path) -> list[int]:
-    """Return all tokens of a file of any model. Raises ValueError if its header is damaged."""
+def read_tokens(path: Path) -> tuple[list[int], str | None]:
+    """Return all tokens of a file of any model, and the name of its LoRA adapter.
+
+    Raises:
+        ValueError: The header is damaged.
+    """
     with path.open("rb") as file:
         file.read(len(_MAGIC))
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(size, _MAX_HEADER)))
-        return [int(token) for token in (*header["tokens"], *header["following"])]
+        tokens = [int(token) for token in (*header["tokens"], *header["following"])]
+        return tokens, None if header["adapter"] is None else str(header["adapter"])
 
 
 CHUNK_PAGE = 16  # tokens of a page in files; a backend with other pages has none
 
 
-def _read_array(file: Any, size: int, buffer: Bytes | None = None) -> Bytes:
-    fits = buffer is not None and size <= len(buffer)
-    content = buffer[:size] if fits and buffer is not None else np.empty(size, np.uint8)
-    if file.readinto(content.data) != size:
+def _read_row(file: Any, row: Bytes, digest: Any) -> None:
+    """Fill a row from a file, and add it to the checksum."""
+    if file.readinto(row.data) != len(row):
         raise ValueError("it is too short")
-    return content
+    _hash_row(digest, row)
 
 
-def _checksum(content: Bytes) -> str:
-    """Hash the sums of all rows and columns: as fast as memory, and any damage changes it."""
-    flat = np.ascontiguousarray(content).reshape(-1)
-    num_bytes = len(flat) // _ROW_BYTES * _ROW_BYTES
-    words = flat[:num_bytes].view(np.uint64).reshape(-1, _ROW_BYTES // 8)
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (words.sum(0), words.sum(1), flat[num_bytes:]):
-        digest.update(np.ascontiguousarray(part).data)
-    return digest.hexdigest()
+def _new_digest() -> Any:
+    return hashlib.blake2b(digest_size=16)
+
+
+def _hash_row(digest: Any, row: Bytes) -> None:
+    """Add the sums of all rows and columns of words: as fast as memory, and damage changes it."""
+    row = np.ascontiguousarray(row)
+    num_bytes = len(row) // _ROW_BYTES * _ROW_BYTES
+    words = row[:num_bytes].view(np.uint64).reshape(-1, _ROW_BYTES // 8)
+    for part in (words.sum(0), words.sum(1), row[num_bytes:]):
+        digest.update(part.data)
 
 
 def num_common(stored: Sequence[int], tokens: Sequence[int]) -> int:
@@ -195,16 +221,31 @@ def chain_hash(before: str, tokens: Sequence[int]) -> str:
 # -- between files and the prefix cache of an engine
 
 
-def read_computed(engine: Engine, tokens: Sequence[int], first: int = 0) -> StoredPages | None:
+def read_computed(
+    engine: Engine, tokens: Sequence[int], first: int = 0, adapter: int = 0
+) -> StoredPages | None:
     """Copy what is computed of a text from token `first` (a page border) on.
 
     The engine's thread copies at most one chunk between two steps. None: nothing is computed there.
+
+    Args:
+        engine: The engine that has computed it.
+        tokens: The text.
+        first: Where to start.
+        adapter: The number of the LoRA adapter that it was computed with; 0: none.
     """
     access = page_access(engine)
     if access is None or engine.backend.page_size != CHUNK_PAGE:
         return None
+
+    def open_cached() -> Branch | None:
+        is_loaded = engine.adapters.fingerprint(adapter) is not None
+        return engine.tree.open(tokens, adapter=adapter) if is_loaded else None
+
     with contextlib.ExitStack() as stack:
-        branch = engine.open(tokens)
+        branch = engine.loop.call(open_cached, at_rest=False)
+        if branch is None:
+            return None
         stack.callback(engine.release, branch)
         length = branch.num_computed
         if length <= first or branch.private_id:
@@ -243,11 +284,15 @@ def _copy_chunk(
 
 
 def insert_computed(
-    engine: Engine, before: Sequence[int], stored: StoredPages, length: int | None = None
+    engine: Engine,
+    before: Sequence[int],
+    stored: StoredPages,
+    length: int | None = None,
+    adapter: int = 0,
 ) -> bool:
     """Put pages into the prefix cache after the cached text `before`; False: there is no room.
 
-    `length`: how many of the tokens are used.
+    `length`: how many of the tokens are used. `adapter`: as in `read_computed`.
     """
     access = page_access(engine)
     assert access is not None
@@ -255,25 +300,21 @@ def insert_computed(
 
     def insert(first: int, until: int) -> bool:
         tree = engine.tree
-        index, pool = tree.index, tree.pool
+        index = tree.index
+        if engine.adapters.fingerprint(adapter) is None:
+            return False  # unloaded meanwhile
         base = [*before, *stored.tokens[:first]]
-        node, partial, matched = index.match(base, index.root())
+        node, partial, matched = index.match(base, index.root(adapter))
         if partial is not None or matched != len(base):
             return False  # evicted meanwhile
         index.attach(node)  # it must not be evicted for the pages after it
         try:
             starts = range(first, until, CHUNK_PAGE)
-            if pool.free < len(starts):
-                index.evict(len(starts) - pool.free)
-            pages: list[int] = []
-            try:
-                for _ in starts:
-                    pages.append(pool.allocate(excluded=tree.copies.values()))
-            except OutOfPagesError:
-                pool.release(pages)
-                return False
-            row = first // CHUNK_PAGE
-            access.write_pages(pages, stored.pages[row : row + len(pages)])
+            pages, stored.places = stored.places[: len(starts)], stored.places[len(starts) :]
+            if not pages:
+                pages = _allocate_pages(engine, len(starts))
+                row = first // CHUNK_PAGE
+                access.write_pages(pages, stored.pages[row : row + len(pages)])  # type: ignore[arg-type]
             for start, page in zip(starts, pages, strict=True):
                 chunk = tuple(stored.tokens[start : min(start + CHUNK_PAGE, until)])
                 child = index.insert(node, chunk, page)
@@ -288,6 +329,8 @@ def insert_computed(
                             if slot is not None:
                                 access.write_state(slot, content)
             return True
+        except OutOfPagesError:
+            return False
         finally:
             index.detach(node)
 
@@ -298,46 +341,71 @@ def insert_computed(
     return True
 
 
+def _allocate_pages(engine: Engine, count: int) -> list[int]:
+    """Take pages of the KV cache, on the engine's thread. Raises OutOfPagesError."""
+    tree, pages = engine.tree, list[int]()
+    if tree.pool.free < count:
+        tree.index.evict(count - tree.pool.free)
+    try:
+        for _ in range(count):
+            pages.append(tree.pool.allocate(excluded=tree.copies.values()))
+    except OutOfPagesError:
+        tree.pool.release(pages)
+        raise
+    return pages
+
+
+def _release_pages(engine: Engine, stored: StoredPages | None) -> None:
+    """Free pages that were filled from a file and are not in the prefix cache."""
+    if stored is not None and stored.places:
+        pages, stored.places = stored.places, []
+        engine.loop.clean_up(lambda: engine.tree.pool.release(pages), at_rest=False)
+
+
 class PageFiles:
     """The page files of one model in a folder that several models share. Thread-safe."""
 
     def __init__(self, folder: Path, identity: str, limit_bytes: int) -> None:
-        """`identity` describes all that the bits of a page depend on."""
+        """`identity` describes all that the bits of a page depend on, besides a LoRA adapter."""
         self.identity, self._limit = identity, limit_bytes
-        self._root = chain_hash(identity, ())
-        self.folder = folder / self._root
+        self.folder = folder / chain_hash(identity, ())
         self._shared = folder
         self._lock = threading.Lock()
         self._saving = threading.Lock()
         self._restoring = threading.Lock()
-        self._buffer = np.empty(0, np.uint8)  # for the pages of one file
         self._names: dict[str, set[str]] = {}  # of files, by the hash of the text before them
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in self.folder.glob("*.kv"):
             self._names.setdefault(path.name.partition("-")[0], set()).add(path.name)
 
-    def save(self, engine: Engine, tokens: Sequence[int]) -> int:
+    def save(self, engine: Engine, tokens: Sequence[int], adapter: int = 0) -> int:
         """Save what is computed of a text; return how many tokens. Nothing is raised for a full
         disk: the text is then computed again after a restart."""
         with self._saving:
             try:
-                return self._save(engine, list(tokens))
+                return self._save(engine, list(tokens), adapter)
             except (OSError, UnspoolError):
                 return 0
 
-    def _save(self, engine: Engine, tokens: list[int]) -> int:
-        if len(tokens) < _MIN_TOKENS or self._limit <= 0:
+    def _identity(self, engine: Engine, adapter: int) -> str | None:
+        """Return what the pages of texts with an adapter depend on; None: it was unloaded."""
+        fingerprint = engine.adapters.fingerprint(adapter)
+        return None if fingerprint is None else self.identity + fingerprint
+
+    def _save(self, engine: Engine, tokens: list[int], adapter: int) -> int:
+        identity = self._identity(engine, adapter)
+        if identity is None or len(tokens) < _MIN_TOKENS or self._limit <= 0:
             return 0
         if shutil.disk_usage(self.folder).free < _MIN_FREE_BYTES:
             return 0
-        parent, at = self._root, 0
+        parent, at = chain_hash(identity, ()), 0
         while at + CHUNK <= len(tokens):  # what is saved already
             chunk = tokens[at : at + CHUNK]
             name = _file_name(parent, chunk)
             if name not in self._names.get(parent, ()):
                 break
             parent, at = chain_hash(parent, chunk), at + CHUNK
-        stored = read_computed(engine, tokens, at)
+        stored = read_computed(engine, tokens, at, adapter)
         if stored is None:
             return at
         num_old = at
@@ -350,7 +418,7 @@ class PageFiles:
             with self._lock:
                 exists = name in self._names.get(parent, ())
             if not exists:
-                StoredPages(chunk, rows, states).write(self.folder / name, self.identity)
+                StoredPages(chunk, rows, states).write(self.folder / name, identity)
                 self._drop_starts(parent, chunk)
                 with self._lock:
                     self._names.setdefault(parent, set()).add(name)
@@ -365,40 +433,80 @@ class PageFiles:
             if count < len(chunk) and name == _file_name(parent, chunk[:count]):
                 self._remove(parent, name)
 
-    def restore(self, engine: Engine, tokens: Sequence[int]) -> int:
+    def restore(self, engine: Engine, tokens: Sequence[int], adapter: int = 0) -> int:
         """Put the saved pages of a text into the prefix cache; return how many tokens it has then.
 
-        Only what is not cached is read.
+        Only what is not cached is read. Files are read ahead on a few threads.
         """
-        if not self._names or page_access(engine) is None:
+        identity = self._identity(engine, adapter)
+        if not self._names or page_access(engine) is None or identity is None:
             return 0
         tokens = list(tokens)
         limit = len(tokens) - 1  # the last token is always computed, for its logits
-        plan = self._plan(tokens[:limit])
+        plan = self._plan(identity, tokens[:limit])
         if not plan:
             return 0
         index = engine.tree.index
         _, _, cached = engine.loop.call(
-            lambda: index.match(tokens[:limit], index.root()), at_rest=False
+            lambda: index.match(tokens[:limit], index.root(adapter)), at_rest=False
         )
-        with self._restoring:
-            for parent, name, at, count in plan:
-                if at + count <= cached:
-                    continue
-                stored = self._read(engine, parent, name, tokens[at:limit])
-                if stored is None:
-                    return max(at, cached)
-                common = num_common(stored.tokens, tokens[at:limit])
-                if not common or not insert_computed(engine, tokens[:at], stored, common):
+        plan = [part for part in plan if part[2] + part[3] > cached]
+        with (
+            self._restoring,
+            contextlib.closing(self._read_ahead(engine, identity, plan, tokens[:limit])) as files,
+        ):
+            for (_, _, at, _), stored in zip(plan, files, strict=False):
+                common = 0 if stored is None else num_common(stored.tokens, tokens[at:limit])
+                is_used = stored is not None and common > 0
+                if is_used and stored is not None:
+                    is_used = insert_computed(engine, tokens[:at], stored, common, adapter)
+                _release_pages(engine, stored)
+                if not is_used:
                     return max(at, cached)
                 cached = max(cached, at + common)
         return cached
 
-    def _plan(self, tokens: list[int]) -> list[tuple[str, str, int, int]]:
-        """Return the files of a text: the hash before, the name, where it starts, and its tokens
-        (at most: a text may part from it)."""
-        plan: list[tuple[str, str, int, int]] = []
-        parent, at = self._root, 0
+    def restore_latest(self, engine: Engine) -> int:
+        """Restore the text that was used last, before it is asked for; return its tokens."""
+        files: list[tuple[float, str]] = []
+        for path in self.folder.glob("*.kv"):
+            with contextlib.suppress(OSError):
+                files.append((path.stat().st_mtime, path.name))
+        names = {name.removesuffix(".kv").rpartition("-")[2]: name for _, name in files}
+        name = max(files, default=(0.0, ""))[1]
+        tokens: list[int] = []
+        try:
+            while name:  # its chunks, the last one first
+                tokens = read_tokens(self.folder / name)[0] + tokens
+                parent = name.partition("-")[0]
+                name = names.get(parent, "")
+            if tokens and parent == chain_hash(self.identity, ()):
+                return self.restore(engine, [*tokens, tokens[-1]])
+        except (OSError, ValueError, KeyError, TypeError, UnspoolError):
+            pass  # damaged, or the model is being unloaded: nothing waits for it
+        return 0
+
+    def _read_ahead(
+        self, engine: Engine, identity: str, plan: Sequence[_PlannedFile], tokens: list[int]
+    ) -> Generator[StoredPages | None, None, None]:
+        """Yield the content of each file."""
+        reads: deque[Future[StoredPages | None]] = deque()
+        with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="unspool-pages") as pool:
+            try:
+                for part in plan:
+                    reads.append(pool.submit(self._read, engine, identity, part, tokens))
+                    if len(reads) > _NUM_READERS:
+                        yield reads.popleft().result()
+                while reads:
+                    yield reads.popleft().result()
+            finally:
+                for read in reads:
+                    _release_pages(engine, read.result())
+
+    def _plan(self, identity: str, tokens: list[int]) -> list[_PlannedFile]:
+        """Return the files of a text."""
+        plan: list[_PlannedFile] = []
+        parent, at = chain_hash(identity, ()), 0
         while at < len(tokens):
             with self._lock:
                 names = sorted(self._names.get(parent, ()))
@@ -441,23 +549,41 @@ class PageFiles:
         return best
 
     def _read(
-        self, engine: Engine, parent: str, name: str, tokens: list[int]
+        self,
+        engine: Engine,
+        identity: str,
+        part: _PlannedFile,
+        tokens: list[int],
     ) -> StoredPages | None:
-        access, path = page_access(engine), self.folder / name
+        """Read a file: into pages of the KV cache, if the backend has them in memory."""
+        parent, name, at, _ = part
+        path, access = self.folder / name, page_access(engine)
         assert access is not None
+        target = StoredPages([], [])
+
+        def allocate(count: int) -> Sequence[Bytes]:
+            target.places = engine.loop.call(lambda: _allocate_pages(engine, count), at_rest=False)
+            return access.page_rows(target.places)
+
+        is_direct = hasattr(access, "page_rows")
         try:
-            size = CHUNK // CHUNK_PAGE * access.page_bytes
-            if len(self._buffer) != size:
-                self._buffer = np.empty(size, np.uint8)
-            stored = StoredPages.read(path, self.identity, access, tokens, self._buffer)
+            stored = StoredPages.read(
+                path, identity, access, tokens[at:], allocate if is_direct else None
+            )
             os.utime(path)  # used now
+            if stored is not None:
+                stored.places, target.places = target.places, []
             return stored
+        except OutOfPagesError:
+            pass
         except FileNotFoundError:
             self._remove(parent, name)
         except OSError:
             pass
         except (ValueError, KeyError, TypeError):  # damaged, or foreign
             self._remove(parent, name)
+        finally:
+            _release_pages(engine, target)
         return None
 
     def _remove(self, parent: str, name: str) -> None:
@@ -486,6 +612,10 @@ class PageFiles:
 
 
 _MAX_TRIED = 16  # files whose tokens are compared
+_NUM_READERS = 2  # threads: hashing takes longer than reading
+# The hash of the text before, the name, where it starts, and its tokens at most: a text may part
+# from it.
+_PlannedFile = tuple[str, str, int, int]
 
 
 def _file_name(parent: str, chunk: Sequence[int]) -> str:

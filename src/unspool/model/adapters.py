@@ -10,6 +10,7 @@ names of transformers; if a family's file fuses several matrices, so does its ad
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -83,6 +84,15 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         return sum(part.down.nbytes + part.up.nbytes for part in self.parts.values())
+
+    def fingerprint(self) -> str:
+        """Hash of all updates: what the keys and values of a text depend on."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, part in sorted(self.parts.items()):
+            digest.update(repr((name, part.down.shape, part.up.shape, float(part.scale))).encode())
+            for matrix in (part.down, part.up):
+                digest.update(np.ascontiguousarray(matrix).data)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,6 +172,13 @@ class _Api(FastAPI):
                 await loop.run_in_executor(self._importer, self._include, groups)
         await super().__call__(scope, receive, send)
 
+    def prepare(self, path: str, target: str, state: ServerState) -> None:
+        """Import the routes of a path and call a function with the state, on the import thread:
+        while the first model loads, and before the first request."""
+        groups = [group for group in self._groups if path in group.paths]
+        self._importer.submit(self._include, groups)
+        self._importer.submit(lambda: load(target)(state))
+
     def _include(self, groups: Iterable[RouteGroup]) -> None:
         """Import the routes of these groups, each once. Thread-safe."""
         with self._including:
@@ -258,8 +265,10 @@ def _error_reply(request: Request, error: Exception) -> Response:
 
 def _lifespan(state: ServerState) -> Callable[[FastAPI], Any]:
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(api: FastAPI) -> AsyncIterator[None]:
         closing = asyncio.ensure_future(state.registry.close_idle())
+        if state.database is not None and isinstance(api, _Api):
+            api.prepare("/v1/tree", "unspool.server.tree.branch_json:branch_store", state)
         try:
             async with state.registry.use(None):
                 state.ready = True

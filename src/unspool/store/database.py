@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from unspool.engine.results import Step
 from unspool.errors import StorageError, UnspoolError
@@ -66,6 +67,25 @@ def describe_error(error: sqlite3.Error) -> StorageError:
     elif "malformed" in text or "not a database" in text:
         text = "the database is damaged; restart the server, which then moves it aside"
     return StorageError(f"the change was not stored: {text}")
+
+
+class TokenTexts(Protocol):
+    """The texts of tokens: a tokenizer, or the vocabulary that is stored with a text."""
+
+    def __len__(self) -> int: ...
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+_VOCABULARY_HASHES: WeakKeyDictionary[TokenTexts, str] = WeakKeyDictionary()
+
+
+def vocabulary_hash(tokenizer: TokenTexts) -> str:
+    """Return a name for a vocabulary; slow when it is first called for a tokenizer."""
+    name = _VOCABULARY_HASHES.get(tokenizer)
+    if name is None:
+        name = content_hash(*map(tokenizer.token_bytes, range(len(tokenizer))))
+        _VOCABULARY_HASHES[tokenizer] = name
+    return name
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,6 +183,9 @@ class Database:
         try:
             self._db.run("BEGIN IMMEDIATE")
             for job, future in batch:
+                if len(batch) == 1:
+                    outcomes.append((future, job(self._db), None))
+                    break
                 self._db.run("SAVEPOINT job")
                 try:
                     outcomes.append((future, job(self._db), None))
@@ -267,9 +290,8 @@ class Connection:
 
     def num_steps(self, branch: int) -> int:
         """Return how many steps of a branch are stored."""
-        return int(
-            self.value("SELECT coalesce(max(start+count), 0) FROM parts WHERE branch=?", (branch,))
-        )
+        last = "SELECT start+count FROM parts WHERE branch=? ORDER BY start DESC LIMIT 1"
+        return int(self.value(last, (branch,)) or 0)
 
     def cut_steps(self, branch: int, length: int) -> None:
         """Keep the first `length` steps of a branch."""
@@ -285,11 +307,11 @@ class Connection:
         run: list[Step] = []
         for step in steps:
             if live and step.retracts:
-                kept = start + len(run) - step.retracts
-                if kept < start:
-                    self.cut_steps(branch, kept)
-                    start = kept
-                del run[max(0, kept - start) :]
+                length = start + len(run) - step.retracts
+                if length < start:
+                    self.cut_steps(branch, length)
+                    start = length
+                del run[length - start :]
             run.append(step)
         for first in range(0, len(run), _STEPS_PER_SEGMENT):
             part = run[first : first + _STEPS_PER_SEGMENT]

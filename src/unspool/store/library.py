@@ -7,13 +7,14 @@ import json
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unspool.errors import UnspoolError
 from unspool.store.database import Connection, join_steps
+from unspool.store.formats import Messages, PortableText
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,13 @@ class StoredText:
     branch: str
     name: str | None
     prompt: str
-    messages: list[dict[str, Any]] | None
-    text: str
+    messages: Messages | None  # of a conversation: all turns, with those of the generated part
+    text: str  # the generated part
 
-    def describe(self) -> str:
-        """Return the prompt and the text, or the turns of a conversation, as plain text."""
+    def portable(self, title: str | None) -> PortableText:
         if self.messages is None:
-            return self.prompt + self.text
-        turns = [(str(item.get("role")), str(item.get("content") or "")) for item in self.messages]
-        return "\n\n".join(f"{role}: {text}" for role, text in [*turns, ("assistant", self.text)])
+            return PortableText(title, self.prompt + self.text)
+        return PortableText(title, "", self.messages)
 
 
 @contextlib.contextmanager
@@ -110,16 +109,42 @@ def find_session(db: Connection, name: str | None) -> StoredSession:
 def texts_of(db: Connection, session: str) -> list[StoredText]:
     """Return the texts of a session, the oldest branch first."""
     texts = []
-    for number, identity, name, data in db.rows(
-        "SELECT number, id, name, data FROM branches JOIN prompts ON prompt=hash "
+    for number, identity, name, state, data in db.rows(
+        "SELECT number, id, name, state, data FROM branches JOIN prompts ON prompt=hash "
         "WHERE session=? AND deleted IS NULL ORDER BY number",
         (session,),
     ):
         prompt = json.loads(zlib.decompress(data))
-        steps = join_steps(db.read_steps(number))
-        text = "".join(step.text for step in steps)
-        texts.append(StoredText(identity, name, prompt["text"], prompt["messages"], text))
+        steps = [step.text for step in join_steps(db.read_steps(number))]
+        turns = json.loads(state).get("turns", [])
+        messages = prompt["messages"] and join_turns(prompt["messages"], steps, turns)
+        texts.append(StoredText(identity, name, prompt["text"], messages, "".join(steps)))
     return texts
+
+
+def join_turns(
+    messages: Sequence[dict[str, Any]], steps: Sequence[str], turns: Sequence[Sequence[Any]]
+) -> Messages:
+    """Return all turns of a conversation.
+
+    Args:
+        messages: Those of the prompt.
+        steps: The texts of the steps after it.
+        turns: Messages within the steps that the model did not write: role, first and last step,
+            first and last step of the content.
+    """
+    joined = []
+    for item in messages:
+        content = item.get("content") or ""
+        if not isinstance(content, str):
+            content = "".join(str(part.get("text") or "") for part in content)
+        joined.append({"role": str(item.get("role")), "content": content})
+    at = 0
+    for role, first, last, begin, end in turns:
+        joined.append({"role": "assistant", "content": "".join(steps[at:first])})
+        joined.append({"role": role, "content": "".join(steps[begin:end])})
+        at = last
+    return [*joined, {"role": "assistant", "content": "".join(steps[at:])}]
 
 
 def delete_session(folder: Path, session: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unspool.decoding.search.futures import FutureGrowth, FutureNode, futures
+from unspool.decoding.search.futures import FutureGrowth, FutureNode
 from unspool.errors import SettingsError
 from unspool.sampling import Chain, RowInput
 
@@ -30,7 +30,7 @@ def model_law(lm: Any, tokens: list[int]) -> Any:
 def check_tree(lm: Any, ids: list[int], root: FutureNode, mass: float, law: Any) -> None:
     """Every probability is that of the law, and nothing that is likely enough is missing."""
     for node in root.walk():
-        if node.rest is None:
+        if node.other_probability is None:
             assert not node.children
             continue
         expected = law([*ids, *node.tokens])
@@ -40,27 +40,28 @@ def check_tree(lm: Any, ids: list[int], root: FutureNode, mass: float, law: Any)
             assert child.probability == pytest.approx(expected[child.token], rel=1e-4)
             assert child.mass == pytest.approx(node.mass * child.probability, rel=1e-9)
             assert child.mass >= mass and child.depth == node.depth + 1
-        total = math.fsum(child.probability for child in node.children) + node.rest
+        total = math.fsum(child.probability for child in node.children) + node.other_probability
         assert total == pytest.approx(1.0, abs=1e-9)
         others = np.delete(expected, listed)
-        assert node.rest == pytest.approx(others.sum(), abs=1e-4)
+        assert node.other_probability == pytest.approx(others.sum(), abs=1e-4)
         assert others.max(initial=0.0) * node.mass < mass * (1 + 1e-3)
         probabilities = [child.probability for child in node.children]
         assert probabilities == sorted(probabilities, reverse=True)
 
 
 def test_probabilities_are_those_of_the_logits(lm: Any) -> None:
-    result = futures(lm, PROMPT, mass=0.02, depth=4, nodes=300)
+    result = lm.futures(PROMPT, mass=0.02, depth=4, nodes=300)
     ids = list(lm.prompt_ids(PROMPT))
     check_tree(lm, ids, result.root, 0.02, lambda tokens: model_law(lm, tokens))
     nodes = list(result.root.walk())
-    grown = [node for node in nodes if node.rest is not None]
+    grown = [node for node in nodes if node.other_probability is not None]
     assert all(node.depth < 4 and not node.finished for node in grown)
     # Only nodes that may not be extended are leaves without a known rest.
-    assert all(n.depth == 4 or n.finished for n in nodes if n.rest is None)
+    assert all(n.depth == 4 or n.finished for n in nodes if n.other_probability is None)
     # What is known of all the mass: the leaves, and what is left out on the way.
-    leaves = sum(node.mass for node in nodes if node.rest is None)
-    assert leaves + sum(n.mass * (n.rest or 0) for n in grown) == pytest.approx(1.0, abs=1e-9)
+    leaves = sum(node.mass for node in nodes if node.other_probability is None)
+    left_out = sum(n.mass * (n.other_probability or 0) for n in grown)
+    assert leaves + left_out == pytest.approx(1.0, abs=1e-9)
     assert [mass for mass, _ in result.leaves] == sorted(
         (m for m, _ in result.leaves), reverse=True
     )
@@ -68,7 +69,7 @@ def test_probabilities_are_those_of_the_logits(lm: Any) -> None:
 
 def test_the_sampling_stages_have_their_own_law(lm: Any) -> None:
     settings = {"temperature": 0.7, "top_k": 6, "repetition_penalty": 1.3, "min_p": 0.02}
-    result = futures(lm, PROMPT, mass=0.01, depth=3, sampled=True, **settings)
+    result = lm.futures(PROMPT, mass=0.01, depth=3, sampled=True, **settings)
     ids = list(lm.prompt_ids(PROMPT))
     chain = Chain(result.start.request.settings)
 
@@ -83,10 +84,10 @@ def test_the_sampling_stages_have_their_own_law(lm: Any) -> None:
 
     check_tree(lm, ids, result.root, 0.01, law)
     assert all(len(node.children) <= 6 for node in result.root.walk())
-    greedy = futures(lm, PROMPT, depth=4, sampled=True, temperature=0)
+    greedy = lm.futures(PROMPT, depth=4, sampled=True, temperature=0)
     (leaf,) = greedy.leaves
     assert leaf[0] == 1.0
-    path = next(node for node in greedy.root.walk() if node.rest is None)
+    path = next(node for node in greedy.root.walk() if node.other_probability is None)
     assert path.tokens == lm.generate(PROMPT, temperature=0, max_tokens=4).tokens
 
 
@@ -102,10 +103,10 @@ def test_the_largest_mass_first_and_the_limits(lm: Any) -> None:
         waiting = [other for other in later if other.number < number]
         batch = 16
         assert sum(other.mass > nodes[number].mass for other in waiting) < batch
-    small = FutureGrowth(lm, PROMPT, mass=0.2, depth=2)
+    small = FutureGrowth(lm, PROMPT, mass=0.2, depth=2, nodes=500, width=50)
     list(small.grow())
     assert small.is_complete
-    stopped = FutureGrowth(lm, PROMPT, mass=0.0, depth=50, nodes=20_000, seconds=0.2)
+    stopped = FutureGrowth(lm, PROMPT, mass=0.0, depth=50, nodes=20_000, width=50, seconds=0.2)
     list(stopped.grow())
     assert not stopped.is_complete and 0 < stopped.num_nodes < 20_000
 
@@ -133,10 +134,10 @@ def test_characters_of_several_tokens_are_shown_whole(lm: Any) -> None:
     emoji = lm.tokenizer.encode("\U0001f98a")
     assert len(emoji) > 1
     bias = dict.fromkeys(emoji[:1], math.inf)
-    result = futures(lm, PROMPT, mass=0.5, depth=1, sampled=True, logit_bias=bias, temperature=1.0)
+    result = lm.futures(PROMPT, mass=0.5, depth=1, sampled=True, logit_bias=bias, temperature=1.0)
     (child,) = result.root.children
     assert child.token == emoji[0] and child.text.startswith("⟨") and child.partial_utf8
-    nodes = list(futures(lm, [*lm.prompt_ids(PROMPT), *emoji[:-1]], mass=0.0, depth=1,
+    nodes = list(lm.futures([*lm.prompt_ids(PROMPT), *emoji[:-1]], mass=0.0, depth=1,
                          nodes=1000, width=1000).root.children)  # fmt: skip
     ends = [node for node in nodes if node.token == emoji[-1]]
     assert all(node.text == "\U0001f98a" for node in ends)
@@ -165,7 +166,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "words"), BAD)
 def test_mistakes_are_named(lm: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        futures(lm, PROMPT, **options)
+        lm.futures(PROMPT, **options)
 
 
 def test_options_belong_to_the_text(lm: Any) -> None:

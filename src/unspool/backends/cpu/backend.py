@@ -282,6 +282,11 @@ class CpuBackend:
         with self._lock:
             self._page_rows()[list(pages)] = content
 
+    def page_rows(self, pages: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """Return the memory of pages, to fill them from any thread while no step uses them."""
+        rows = self._page_rows()
+        return [rows[page] for page in pages]
+
     def read_state(self, slot: int) -> npt.NDArray[np.uint8]:
         """Return a copy of a recurrent state."""
         with self._lock:
@@ -398,9 +403,14 @@ class CpuBackend:
 
 
 def _reserve_zeros(size: int) -> npt.NDArray[np.uint8]:
-    """Reserve zeroed memory that is committed only as it is written, in huge pages if possible."""
+    """Reserve zeroed memory that is committed only as it is written, in huge pages if possible.
+
+    It is private: Linux has no huge pages for shared memory by default.
+    """
+    is_unix = hasattr(mmap, "MAP_PRIVATE")
+    options = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_unix else {}
     try:
-        memory = mmap.mmap(-1, size)
+        memory = mmap.mmap(-1, size, **options)
     except (OSError, OverflowError, MemoryError) as error:
         raise UnspoolError(
             f"the system cannot reserve {size:,} bytes for the KV cache; lower memory"

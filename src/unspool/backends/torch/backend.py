@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -183,7 +184,7 @@ class StateSlots:
     """The state slots of a backend in float32: [slots, floats] per layer, on the layer's device."""
 
     def __init__(self, config: ModelConfig, slots: int, devices: list[torch.device]) -> None:
-        self._pools = [
+        self.pools = [
             torch.zeros(slots, config.state_floats(layer), device=device)
             for layer, device in enumerate(devices)
         ]
@@ -198,7 +199,7 @@ class StateSlots:
     ) -> Tensor:
         """Run a recurrent layer on the tokens of all rows, [1, tokens, width]."""
         parts = mixer.project(x)
-        pool = self._pools[layer]
+        pool = self.pools[layer]
         mixed: Tensor | None = None
         state = pool[:0]
         for chunk in chunks:
@@ -301,6 +302,27 @@ class TorchBackend:
         size = self.page_size
         for store in (*self._keys.values(), *self._values.values()):
             store[target * size : (target + 1) * size] = store[source * size : (source + 1) * size]
+
+    # -- pages and states in files (see `engine/page_files.py`)
+
+    def _page_rows(self) -> list[Tensor]:
+        """The keys and values of each layer, [pages, values of a page]."""
+        stores = (*self._keys.values(), *self._values.values())
+        return [store.view(self.page_count, -1) for store in stores]
+
+    def read_pages(self, pages: Sequence[int]) -> Bytes:
+        """Return the content of pages, [n, page_bytes]."""
+        return _read_rows(self._page_rows(), pages)
+
+    def write_pages(self, pages: Sequence[int], content: Bytes) -> None:
+        _write_rows(self._page_rows(), pages, content)
+
+    def read_state(self, slot: int) -> Bytes:
+        """Return a copy of a recurrent state."""
+        return _read_rows(self._states.pools, [slot])[0]
+
+    def write_state(self, slot: int, content: Bytes) -> None:
+        _write_rows(self._states.pools, [slot], content[None])
 
     def is_hooked(self) -> bool:
         """Whether a user's forward hook or pre-hook is set on the model, or on all modules.
@@ -432,6 +454,29 @@ class _StepForward(BackendStep):
         for rows in batch.groups:
             rows.attend(attention, query[0], keys, values, mixed, self)
         return mixed.transpose(0, 1)[None]
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def _read_rows(stores: Sequence[Tensor], rows: Sequence[int]) -> Bytes:
+    """Return the same rows of several tensors, joined, as bytes on the host."""
+    stores = [store for store in stores if store.shape[1]]
+    parts = [store[list(rows)].view(torch.uint8).cpu().numpy() for store in stores]
+    return np.concatenate(parts, axis=1)
+
+
+@torch.inference_mode()
+def _write_rows(stores: Sequence[Tensor], rows: Sequence[int], content: Bytes) -> None:
+    """Write what `_read_rows` has returned."""
+    at = 0
+    for store in stores:
+        if not store.shape[1]:
+            continue
+        end = at + store.shape[1] * store.element_size()
+        part = torch.from_numpy(np.ascontiguousarray(content[:, at:end]))
+        store[list(rows)] = part.view(store.dtype).to(store.device)
+        at = end
 
 
 def layer_devices(model: Transformer) -> list[torch.device]:

@@ -1,11 +1,11 @@
 """The futures of a text: its most likely continuations as a tree with their exact probabilities.
 
-    futures(lm, "The sky is", mass=0.01, depth=6).leaves
+    lm.futures("The sky is", mass=0.01, depth=6).leaves
 
 Nothing is sampled. The continuation with the largest probability mass is extended first, by all of
 its next tokens that are likely enough, until every remaining one is below `mass`, or the tree has
 as many nodes as allowed. Several continuations are computed in one step of the engine: forks of the
-text. The probabilities of a node's children and its `rest` sum to 1.
+text. The probabilities of a node's children and its `other_probability` sum to 1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FutureNode:
     depth: int  # tokens from the start
     finished: bool = False  # it ends the text, or the context is full
     children: list[FutureNode] = field(default_factory=list)  # most likely first
-    rest: float | None = None  # probability of all tokens without a node; None: not computed
+    other_probability: float | None = None  # of all tokens without a node; None: not computed
     partial_utf8: bytes = b""  # an incomplete character after this token
 
     def __repr__(self) -> str:
@@ -111,17 +111,9 @@ class Futures:
         return notebook_html(f'<pre tabindex="0">{escape_html(str(self))}</pre>')
 
 
-def futures(lm: Session, prompt: Prompt | Generation, **options: Any) -> Futures:
-    """The tree of the most likely continuations; options as in `lm.futures`."""
-    growth = FutureGrowth(lm, prompt, **options)
-    since = perf_counter()
-    for _ in growth.grow():
-        pass
-    return Futures(growth.start, growth.root, growth.sampled, perf_counter() - since)
-
-
 class FutureGrowth:
-    """Grows the tree; `grow` yields each node when its children are known."""
+    """Grows the tree; `grow` yields each node when its children are known. Its options are those
+    of `lm.futures`."""
 
     def __init__(
         self,
@@ -129,10 +121,10 @@ class FutureGrowth:
         prompt: Prompt | Generation,
         *,
         at: int | None = None,
-        mass: float = 0.01,
-        depth: int = 8,
-        nodes: int = 500,
-        width: int = 50,
+        mass: float,
+        depth: int,
+        nodes: int,
+        width: int,
         sampled: bool = False,
         seconds: float | None = None,
         **options: Any,
@@ -175,6 +167,13 @@ class FutureGrowth:
                     "the whole text; use sampled=False"
                 )
 
+    def run(self) -> Futures:
+        """Grow the complete tree."""
+        since = perf_counter()
+        for _ in self.grow():
+            pass
+        return Futures(self.start, self.root, self.sampled, perf_counter() - since)
+
     def grow(self) -> Iterator[FutureNode]:
         """Yield each node when its children are known, the largest mass first."""
         lm, until = self.lm, None if self.seconds is None else perf_counter() + self.seconds
@@ -190,15 +189,15 @@ class FutureGrowth:
                 for node in batch:
                     if node.parent is not None:
                         num_waiting[node.parent.number] -= 1
-                # A branch that is not kept is found in the prefix cache again.
-                kept = [number for number in computed if num_waiting[number]][-_MAX_HELD:]
+                # A branch that is not held is found in the prefix cache again.
+                held = [number for number in computed if num_waiting[number]][-_MAX_HELD:]
                 forks = [node for node in batch if node.parent and node.parent.number in computed]
                 parents = [node.parent.number for node in forks if node.parent]
-                moved = branches.move([computed[number] for number in (*kept, *parents)])
-                computed = dict(zip(kept, moved, strict=False))
+                moved = branches.move([computed[number] for number in (*held, *parents)])
+                computed = dict(zip(held, moved, strict=False))
                 rows = [
                     (node, branch, [node.token])
-                    for node, branch in zip(forks, moved[len(kept) :], strict=True)
+                    for node, branch in zip(forks, moved[len(held) :], strict=True)
                 ]
                 rows += [
                     (node, branches.open([*self.tokens, *node.tokens]), [])
@@ -235,7 +234,7 @@ class FutureGrowth:
         return Chain([request.settings] * len(nodes)).likeliest(logits, inputs, width)
 
     def _add_children(self, node: FutureNode, tokens: Any, chances: Any) -> None:
-        """Add the tokens whose mass is large enough; the others are the rest."""
+        """Add the tokens whose mass is large enough."""
         limits, listed = self.request.limits, 0.0
         for token, chance in zip(tokens.tolist(), chances.tolist(), strict=True):
             mass = node.mass * chance
@@ -256,4 +255,4 @@ class FutureGrowth:
             node.children.append(child)
             self.num_nodes += 1
             listed += chance
-        node.rest = max(0.0, 1.0 - listed)
+        node.other_probability = max(0.0, 1.0 - listed)

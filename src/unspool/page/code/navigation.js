@@ -3,7 +3,7 @@
 
 import { ensureSteps, jump, openView } from "./actions.js";
 import { api } from "./api.js";
-import { openLatest, openSession } from "./library/sessions.js";
+import { existingBranches, openLatest, openSession } from "./library/sessions.js";
 import { adopt, changed, currentBranch, on, state } from "./state.js";
 import { PANELS, viewNamed } from "./views.js";
 import { writeFirstText } from "./write/first.js";
@@ -112,7 +112,7 @@ export async function restoreTab() {
   if (saved && !state.branches.size) {
     for (const name of SAVED_FIELDS) if (name in saved && !["current", "session"].includes(name)) state[name] = saved[name];
     if (!PANELS.some(({ name }) => name === state.panel)) state.panel = PANELS[0].name;
-    const { data } = await api.get("/v1/tree").catch(() => ({ data: [] }));
+    const data = await existingBranches((saved.branches ?? []).map(([id]) => id)).catch(() => []);
     const onServer = new Map(data.map((branch) => [branch.id, branch]));
     for (const [id, runs] of saved.branches ?? []) { // those of the session come with it, and with what can be undone
       if (onServer.has(id) && onServer.get(id).session !== saved.session) adopt(onServer.get(id)).runs = runs;

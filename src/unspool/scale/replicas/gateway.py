@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Literal, Protocol
+from urllib.parse import parse_qsl
 
 import aiohttp
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -249,11 +250,15 @@ def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
     return b"".join(line + b"\n" for block in blocks for line in block)
 
 
-def merge_branches(lists: list[bytes]) -> dict[str, Any]:
-    """Merge the branch lists of all replicas, the newest first."""
-    branches = [branch for text in lists for branch in json.loads(text)["data"]]
-    branches.sort(key=lambda branch: branch["created"], reverse=True)
-    return {"object": "list", "data": branches}
+def merge_branches(lists: list[bytes], limit: int) -> dict[str, Any]:
+    """Merge the branch lists of all replicas, the newest first; at most `limit` branches."""
+    replies = [json.loads(text) for text in lists]
+    branches = [branch for reply in replies for branch in reply["data"]]
+    branches.sort(key=lambda branch: (branch["created"], branch["id"]), reverse=True)
+    page = branches[:limit]
+    has_more = len(page) < len(branches) or any(reply["next"] for reply in replies)
+    after = f"{page[-1]['created']}:{page[-1]['id']}" if has_more else None
+    return {"object": "list", "data": page, "next": after}
 
 
 ForwardResult = Literal["answered", "stopping", "broken"]
@@ -325,7 +330,10 @@ class Gateway:
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _branches(self, scope: Scope) -> Response:
-        return JsonReply(merge_branches(list((await self._from_all("/v1/tree", scope)).values())))
+        query = scope["query_string"].decode("latin-1")
+        limits = [value for name, value in parse_qsl(query) if name == "limit" and value.isdigit()]
+        replies = await self._from_all(f"/v1/tree?{query}", scope)
+        return JsonReply(merge_branches(list(replies.values()), int(limits[-1]) if limits else 100))
 
     async def _from_all(self, path: str, scope: Scope) -> dict[str, bytes]:
         """Return the responses of all replicas to a GET with the client's key.

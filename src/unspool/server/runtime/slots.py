@@ -91,7 +91,7 @@ def save_text(lm: Session, tokens: Sequence[int], path: Path) -> dict[str, Any]:
     began = perf_counter()
     stored = _computed_text(lm, tokens)
     try:
-        stored.write(path, lm.engine.page_identity())
+        stored.write(path, lm.engine.page_identity(lm.engine.adapters.number(lm.adapter)))
         size = path.stat().st_size
     except OSError as error:
         raise ApiError(
@@ -109,7 +109,7 @@ def _computed_text(lm: Session, tokens: Sequence[int]) -> StoredPages:
         with lm.open_branch(tokens[:-1]) as branch:
             if branch.num_computed < len(tokens) - 2:
                 lm.engine.extend(branch)
-    stored = read_computed(lm.engine, tokens)
+    stored = read_computed(lm.engine, tokens, adapter=lm.engine.adapters.number(lm.adapter))
     if stored is None:
         raise bad_request("the slot has no text to save")
     return stored
@@ -119,7 +119,8 @@ def restore_text(lm: Session, path: Path) -> tuple[list[int], dict[str, Any]]:
     """Put a saved text into the prefix cache. Slow: run it on a thread."""
     began, access = perf_counter(), page_access(lm.engine)
     try:
-        stored = StoredPages.read(path, lm.engine.page_identity(), access)
+        adapter = lm.engine.adapters.number(lm.adapter)
+        stored = StoredPages.read(path, lm.engine.page_identity(adapter), access)
         assert stored is not None
         lm.prompt_ids(stored.tokens)
     except FileNotFoundError:
@@ -129,7 +130,7 @@ def restore_text(lm: Session, path: Path) -> tuple[list[int], dict[str, Any]]:
     if access is None:  # its pages cannot be read on this device: compute them
         with lm.open_branch(stored.tokens) as branch:
             lm.engine.extend(branch)
-    elif not insert_computed(lm.engine, [], stored):
+    elif not insert_computed(lm.engine, [], stored, adapter=adapter):
         raise ApiError(503, "the KV cache has no room for the slot", code="overloaded")
     timings = {"restore_ms": 1000 * (perf_counter() - began)}
     return stored.tokens, {

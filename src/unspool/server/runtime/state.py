@@ -28,7 +28,7 @@ from typing import Any, TypeVar, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from unspool.engine.page_files import PageFiles
+from unspool.engine.page_files import PageFiles, page_access
 from unspool.errors import UnspoolError
 from unspool.server.http.admission import Admission, Lease
 from unspool.server.http.errors import ApiError, bad_request, too_long
@@ -45,7 +45,7 @@ from unspool.server.runtime.slots import Slots
 from unspool.server.runtime.texts import InfillGap, InfillTexts, RequestTexts
 from unspool.server.runtime.threads import PREPARING, compute_pool, run_in
 from unspool.session import Session
-from unspool.store.database import Database
+from unspool.store.database import Database, vocabulary_hash
 from unspool.store.folder import StateFolder
 
 Resource = TypeVar("Resource")
@@ -74,7 +74,7 @@ class ServerState:
         if settings.state is not None:
             self.folder = StateFolder(settings.state)
             self.database = Database(self.folder.database, say=_log_warning)
-            registry.on_loaded = self._use_page_files
+            registry.on_loaded = self._prepare_model
         # Saves KV-cache pages, one text at a time.
         self.slots = Slots(settings.slots, settings.max_running)
         self._page_saver = ThreadPoolExecutor(1, thread_name_prefix="unspool-pages")
@@ -84,15 +84,25 @@ class ServerState:
         self._extensions: dict[Hashable, Any] = {}
         self._extending = threading.RLock()  # `make` may ask for another extension
 
-    def _use_page_files(self, lm: Session) -> None:
-        """Let a model's texts continue from saved KV-cache pages."""
+    def _prepare_model(self, lm: Session) -> None:
+        """Let the stored texts of a model continue from saved KV-cache pages."""
         assert self.folder is not None
+        vocabulary_hash(lm.tokenizer)  # now, instead of when its first stored text is opened
+        if page_access(lm.engine) is None:
+            _log_warning(
+                f"KV-cache pages of {lm.model.device} are not stored; after a restart, texts are "
+                "computed again"
+            )
+            return
         try:
             lm.engine.page_files = PageFiles(
                 self.folder.pages, lm.engine.page_identity(), self.settings.state_bytes
             )
         except OSError as error:
             _log_warning(f"KV-cache pages cannot be saved: {error}")
+            return
+        with suppress(RuntimeError):  # the server is stopping
+            self._page_saver.submit(lm.engine.page_files.restore_latest, lm.engine)
 
     def save_pages(self, lm: Session, tokens: Callable[[], Sequence[int] | None]) -> None:
         """Save the pages of a text that has come to rest, on a thread.
@@ -103,8 +113,8 @@ class ServerState:
         def save() -> None:
             with suppress(UnspoolError):  # the model was unloaded meanwhile
                 files, text = lm.engine.page_files, tokens()
-                if files is not None and text is not None and lm.adapter is None:
-                    files.save(lm.engine, text)
+                if files is not None and text is not None:
+                    files.save(lm.engine, text, lm.engine.adapters.number(lm.adapter))
 
         if self.folder is not None:
             with suppress(RuntimeError):  # the server is stopping

@@ -38,7 +38,7 @@ def summary(branch: TreeBranch) -> dict[str, Any]:
         "forked_at": branch.forked_at,
         "session": branch.session,
         "bookmarks": [asdict(bookmark) for bookmark in branch.bookmarks],
-        "created": round(branch.created, 3),
+        "created": round(branch.created, 6),
         "updated": round(branch.updated, 3),
         "length": digest.length,
         "prompt_tokens": digest.prompt_tokens,

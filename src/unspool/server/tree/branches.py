@@ -21,6 +21,7 @@ from unspool.engine.generation import Generation
 from unspool.engine.results import Step
 from unspool.server.http.errors import ApiError, bad_request
 from unspool.server.http.replies import to_json
+from unspool.store.database import TokenTexts
 from unspool.text.tokenizer.pieces import readable
 from unspool.text.tokenizer.stream import TextStream
 
@@ -45,13 +46,6 @@ class MessageSpan:
     start: int
     end: int
     content: tuple[int, int] | None  # None: not found, or the opened turn of the model
-
-
-class TokenTexts(Protocol):
-    """The texts of tokens: a tokenizer, or the vocabulary that is stored with a text."""
-
-    def __len__(self) -> int: ...
-    def token_bytes(self, token: int) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

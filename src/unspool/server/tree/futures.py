@@ -44,9 +44,9 @@ class FuturesRequest(Strict):
 async def futures(identity: str, body: FuturesRequest, request: Request) -> Response:
     """Nothing is sampled, and the branch stays unchanged: the likeliest continuations are extended
     first, several in one step, with exact probabilities. Each item has a `node`, its `children`
-    (`node`, `token`, `text`, `p` after the text before it, `mass` from the start) and the
-    probability of all other tokens, `rest`. With `stream`, event `grown` is an item, and `done`
-    comes last. The tree ends when the client leaves."""
+    (`node`, `token`, `text`, `p` after the text before it, `mass` from the start) and
+    `other_probability`, that of all other tokens. With `stream`, event `grown` is an item, and
+    `done` comes last. The tree ends when the client leaves."""
     branch = await branches_of(request).open(identity)
     at = branch.step_index(body.at, "at")
     call = await state_of(request).enter(request, branch.model)
@@ -69,7 +69,7 @@ def _grow(growth: FutureGrowth) -> Iterator[dict[str, Any]]:
     for node in growth.grow():
         yield {
             "node": node.number,
-            "rest": node.rest,
+            "other_probability": node.other_probability,
             "children": [_child(child) for child in node.children],
         }
 

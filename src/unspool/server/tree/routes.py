@@ -9,6 +9,7 @@ choosing into a fork are always possible.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from heapq import nlargest
 from typing import Annotated
 
 from fastapi import Query, Request
@@ -45,6 +46,7 @@ from unspool.server.tree.prompt import (
 from unspool.session import Session
 
 __all__ = ["router"]
+MAX_LISTED = 1000
 _SCORED_TOKENS = 64  # in one call: each needs a row of logits
 
 
@@ -63,9 +65,38 @@ async def create(body: CreateRequest, request: Request) -> Response:
 
 
 @router.get("", summary="Your branches, newest first, with their parents")
-async def list_branches(request: Request) -> Response:
-    summaries = [summary(branch) for branch in reversed(branches_of(request).all())]
-    return JsonReply({"object": "list", "data": summaries})
+async def list_branches(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100,
+    cursor: Annotated[str | None, Query(max_length=200, pattern=r"^[0-9.]+:.+$")] = None,
+    identity: Annotated[list[str] | None, Query(alias="id", max_length=MAX_LISTED)] = None,
+) -> Response:
+    """`cursor` is the `next` of the previous page; null is the end. With `id`, which may be
+    repeated, only these are listed; ids that do not exist are left out."""
+    branches = branches_of(request).all()
+    if identity is not None:
+        names = set(identity)
+        branches = [branch for branch in branches if branch.id in names]
+    if cursor is not None:
+        created, _, last = cursor.partition(":")
+        bound = (_parse_time(created), last)
+        branches = [branch for branch in branches if _list_position(branch) < bound]
+    page = nlargest(limit, branches, key=_list_position)
+    has_more = len(branches) > len(page)
+    after = "{}:{}".format(*_list_position(page[-1])) if has_more else None
+    return JsonReply({"object": "list", "data": list(map(summary, page)), "next": after})
+
+
+def _list_position(branch: TreeBranch) -> tuple[float, str]:
+    """What a list is sorted by; the same on all replicas of a server."""
+    return round(branch.created, 6), branch.id
+
+
+def _parse_time(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise bad_request("cursor must be the next of a previous page", "cursor") from None
 
 
 @router.get("/{identity}", summary="One branch: its prompt, steps and statistics")

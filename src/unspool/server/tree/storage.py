@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
 
 from unspool.backends.interventions import as_interventions
 from unspool.engine.generation import Generation
@@ -25,11 +24,19 @@ from unspool.server.tree.branches import (
     Digest,
     ExtraSettings,
     MessageSpan,
-    TokenTexts,
     TreeBranch,
     TreePrompt,
 )
-from unspool.store.database import Connection, Database, StoredVocabulary, content_hash, join_steps
+from unspool.server.tree.turns import find_turns
+from unspool.store.database import (
+    Connection,
+    Database,
+    StoredVocabulary,
+    TokenTexts,
+    content_hash,
+    join_steps,
+    vocabulary_hash,
+)
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -78,7 +85,6 @@ class TreeStorage:
         self.database = database
         self._tokenizers = tokenizers  # of the loaded models
         self._vocabularies: dict[str, StoredVocabulary] = {}  # that were read
-        self._hashes: WeakKeyDictionary[TokenTexts, str] = WeakKeyDictionary()
 
     async def run(self, job: Callable[[Connection], Result]) -> Result:
         """Run a job, and wait until its change is on the disk."""
@@ -147,12 +153,11 @@ class TreeStorage:
     def _vocabulary(self, db: Connection, name: str) -> TokenTexts:
         """The tokenizer of a loaded model, which also knows the chat template, or the tokens."""
         for tokenizer in self._tokenizers():
-            if self._vocabulary_hash(tokenizer) == name:
+            if vocabulary_hash(tokenizer) == name:
                 return tokenizer
         if name not in self._vocabularies:
             data = db.value("SELECT data FROM vocabularies WHERE hash=?", (name,))
-            vocabulary = self._vocabularies[name] = StoredVocabulary.from_bytes(data)
-            self._hashes[vocabulary] = name
+            self._vocabularies[name] = StoredVocabulary.from_bytes(data)
         return self._vocabularies[name]
 
     def view(self, session: str) -> Callable[[Connection], bytes]:
@@ -223,18 +228,12 @@ class TreeStorage:
         return name
 
     def _store_vocabulary(self, db: Connection, tokenizer: TokenTexts) -> str:
-        name = self._vocabulary_hash(tokenizer)
+        name = vocabulary_hash(tokenizer)
         if db.value("SELECT 1 FROM vocabularies WHERE hash=?", (name,)) is None:
             tokens = map(tokenizer.token_bytes, range(len(tokenizer)))
             data = StoredVocabulary(tuple(tokens)).to_bytes()
             db.insert("vocabularies", {"hash": name, "data": data})
         return name
-
-    def _vocabulary_hash(self, tokenizer: TokenTexts) -> str:
-        if tokenizer not in self._hashes:
-            tokens = map(tokenizer.token_bytes, range(len(tokenizer)))
-            self._hashes[tokenizer] = content_hash(*tokens)
-        return self._hashes[tokenizer]
 
     def replacement(
         self,
@@ -356,14 +355,21 @@ class TreeStorage:
     # -- work that nothing waits for: if it fails, it is done after the next start ---------------
 
     def tidy(self, branch: TreeBranch) -> None:
-        """Merge the small segments of a branch at rest, and make its text searchable."""
+        """Merge the small segments of a branch at rest, make its text searchable, and note which
+        of its steps are messages of others than the model."""
         number, text = branch.number, f"{branch.prompt.text}\n{branch.generation.text}"
+        steps, tokenizer = list(branch.steps), branch.prompt.tokenizer
+        is_chat = branch.prompt.messages is not None and isinstance(tokenizer, Tokenizer)
         assert number is not None
 
         def job(db: Connection) -> None:
-            if db.value("SELECT 1 FROM branches WHERE number=?", (number,)) is not None:
-                db.merge_segments(number)
-                db.index_text(number, text)
+            if db.value("SELECT 1 FROM branches WHERE number=?", (number,)) is None:
+                return
+            db.merge_segments(number)
+            db.index_text(number, text)
+            if is_chat and db.num_steps(number) == len(steps):
+                turns = [_turn_json(turn) for turn in find_turns(cast(Tokenizer, tokenizer), steps)]
+                db.update("branches", branch.id, _changed_state(db, branch, turns=turns))
 
         self._submit(job)
 
@@ -417,6 +423,10 @@ def _changed_state(db: Connection, branch: TreeBranch, **changes: Any) -> dict[s
     """The column `state` of a branch with some changes."""
     state = json.loads(db.value("SELECT state FROM branches WHERE id=?", (branch.id,)))
     return {"state": json.dumps(state | changes)}
+
+
+def _turn_json(turn: MessageSpan) -> list[Any]:
+    return [turn.role, turn.start, turn.end, *(turn.content or (turn.start, turn.start))]
 
 
 def _bookmarks_json(bookmarks: Sequence[Bookmark]) -> str:

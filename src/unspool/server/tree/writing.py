@@ -49,6 +49,7 @@ from unspool.text.tokenizer.stream import TextStream
 
 _POLL_SECONDS = 1.0  # how soon an idle watcher notices that the server stops
 _STEPS_PER_PIECE = 32  # of a response
+_STORE_SECONDS = 0.03  # between two transactions: each costs as much as several steps
 _LONG_PROMPT = 256  # tokens to compute, from which on there is an event for their progress
 
 
@@ -192,6 +193,8 @@ class BranchWriting:
                 if handed and self.pace is not None:
                     due = max(due + 1 / self.pace, loop.time())
                     await self._pause(due)
+                elif handed and self.store.storage is not None:
+                    await self._pause(loop.time() + _STORE_SECONDS)
                 else:
                     await self._news.wait()
         finally:

@@ -15,6 +15,16 @@ export function listSessions({ query = "", tag = null, limit = 50, before = null
   return api.get(`/v1/tree/sessions?${new URLSearchParams(values)}`, options);
 }
 
+/** Those of these branches that the server has. */
+export async function existingBranches(ids) {
+  const branches = [];
+  for (let at = 0; at < ids.length; at += 100) {
+    const query = ids.slice(at, at + 100).map((id) => `&id=${encodeURIComponent(id)}`).join("");
+    branches.push(...(await api.get(`/v1/tree?limit=100${query}`)).data);
+  }
+  return branches;
+}
+
 /** Show a session: the branch that was shown last, or the one with this id. */
 export function openSession(id, branchId = null) {
   return attempt(async () => {
@@ -160,8 +170,7 @@ function renameBranchId(branch, id) {
 
 /** After the server was away: create again what it lost, the current branch first. */
 async function rebuildAll() {
-  const { data } = await api.get("/v1/tree");
-  const onServer = new Set(data.map(({ id }) => id));
+  const onServer = new Set((await existingBranches([...state.branches.keys()])).map(({ id }) => id));
   const lost = [...state.branches.keys()].filter((id) => !onServer.has(id));
   lost.sort((a, b) => (b === state.current) - (a === state.current));
   for (const id of lost) await rebuild(state.renamed.get(id) ?? id);

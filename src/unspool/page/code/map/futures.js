@@ -1,5 +1,5 @@
 // Futures: the most likely continuations of a text as an icicle. A column is a token, a height is a probability: the
-// children of a token fill its height but for the rest, which is all tokens that are less likely than the limit.
+// children of a token fill its height but for the other tokens, those that are less likely than the limit.
 
 import { attempt, connect, jump, pushUndo, shorten } from "../actions.js";
 import { api } from "../api.js";
@@ -78,7 +78,7 @@ function statusOf({ nodes, isDone, isComplete, fault }) {
 let turns = 0;
 
 const emptyTree = () => {
-  const root = { node: 0, parent: null, text: "", p: 1, mass: 1, y: 0, depth: 0, children: null, rest: null };
+  const root = { node: 0, parent: null, text: "", p: 1, mass: 1, y: 0, depth: 0, children: null, others: null };
   return { turn: ++turns, root, nodes: new Map([[0, root]]), isDone: false, isComplete: false, fault: null };
 };
 
@@ -122,12 +122,12 @@ function useGrowth(branch, at, options) {
   return [tree.current, () => setTurn((n) => n + 1)];
 }
 
-function addChildren({ nodes }, { node, children, rest }) {
+function addChildren({ nodes }, { node, children, other_probability: others }) {
   const parent = nodes.get(node);
   let y = parent.y;
-  parent.rest = rest;
+  parent.others = others;
   parent.children = children.map((child) => {
-    const added = { ...child, parent, y, depth: parent.depth + 1, children: null, rest: null };
+    const added = { ...child, parent, y, depth: parent.depth + 1, children: null, others: null };
     y += child.mass;
     nodes.set(child.node, added);
     return added;
@@ -275,9 +275,9 @@ function Icicle({ tree, branch, at, hand, setHand, open }) {
         ${(node.mass / view.span) * height >= MIN_LABEL && html`<span class="future-text">${visibleText(node.text)}</span>
           ${column >= 90 && html`<span class="future-p">${percent(node.p)}</span>`}`}
       </div>`)}
-    ${restsOf([tree.root, ...items], view, height).map(({ node, ...rest }) => html`<div key=${`rest-${node.node}`} aria-hidden="true"
+    ${othersOf([tree.root, ...items], view, height).map(({ node, ...rest }) => html`<div key=${`rest-${node.node}`} aria-hidden="true"
         class="future-rest" style=${{ left: `${node.depth * column}px`, width: `${column - 2}px`, ...placeOf(rest, view, height) }}>
-        ${column >= 90 ? "other tokens" : "others"} ${percent(node.rest)}</div>`)}
+        ${column >= 90 ? "other tokens" : "others"} ${percent(node.others)}</div>`)}
     </div>
     ${tree.isDone && !items.length && html`<p class="quiet small">No continuation is that likely. Choose a smaller probability.</p>`}
   </div>`;
@@ -306,9 +306,9 @@ function visibleNodes(root, view, height) {
 }
 
 /** Where all other tokens of a node would be, if that is high enough for a label. */
-function restsOf(nodes, view, height) {
-  return nodes.filter((node) => node.rest !== null).flatMap((node) => {
-    const mass = node.mass * node.rest;
+function othersOf(nodes, view, height) {
+  return nodes.filter((node) => node.others !== null).flatMap((node) => {
+    const mass = node.mass * node.others;
     const y = node.y + node.mass - mass;
     const visible = Math.min(y + mass, view.top + view.span) - Math.max(y, view.top);
     return (visible / view.span) * height >= MIN_LABEL ? [{ node, y, mass }] : [];
@@ -337,7 +337,7 @@ function Path({ branch, at, node, open }) {
     <div class="row">
       ${path.length
         ? html`<span class="small">${percent(node.mass)} for ${plural(path.length, "token")}${
-            node.rest === null ? "" : `; then ${count(node.children.length)} ways, and ${percent(node.rest)} others`}</span>
+            node.others === null ? "" : `; then ${count(node.children.length)} ways, and ${percent(node.others)} others`}</span>
           <button class="button main tiny" type="button" id="open-future" onClick=${() => open(node)}>Open as a branch</button>`
         : html`<span class="quiet small">The height of a token is its probability. Click one; scroll or pinch to zoom, drag to move.
           Keys: arrows, + and −, z zooms to the token, Enter opens it.</span>`}
