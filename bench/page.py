@@ -4,8 +4,8 @@
     python bench/page.py --model qwen3-0.6b --tokens 2000
 
 Prints: seconds and kilobytes until Write is enabled in a new window with an empty cache (the first
-visit is also the first request to the server), with the parts of that time; and while `--tokens`
-tokens are written at full speed: the 95th percentile of the time between two frames, and long tasks.
+visit is also the first request to the server), with the parts of that time. And while `--tokens`
+tokens are written at full speed: the 95th percentile of the time between frames, and long tasks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _OBSERVE = """() => {
 # Milliseconds since the navigation started: when each part had arrived.
 _PARTS = """() => {
     const files = performance.getEntriesByType("resource");
-    const last = (...words) => Math.round(Math.max(0, ...files
-        .filter(({ name }) => words.some((word) => name.includes(word))).map((e) => e.responseEnd)));
+    const last = (word) => Math.round(Math.max(0, ...files
+        .filter(({ name }) => name.includes(word)).map((e) => e.responseEnd)));
     const [page] = performance.getEntriesByType("navigation");
     const paint = performance.getEntriesByName("first-contentful-paint")[0]?.startTime ?? 0;
     return { page: Math.round(page.responseEnd), styles: last(".css"), code: last("/page/code/"),

@@ -1,6 +1,7 @@
 """The pictures of the page in README and docs, made from the running page.
 
     python docs/make_page_pictures.py               # needs Chromium, and the dev extra
+    python docs/make_page_pictures.py page-map      # only this one
     python docs/make_page_pictures.py runs/sotu-d4  # only page-learn.png, of this training run
 
 Starts a server with the default model, does in a browser what the pictures show, and writes
@@ -213,21 +214,23 @@ def main() -> None:
     arguments = ["--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=arguments)
-        if run := sys.argv[1:]:
-            with served_page("--run", *run) as address:
-                size = {"width": 1280, "height": 1120}
-                page = open_page(browser, address, viewport=size, color_scheme="light")
-                training(page)
-                save(page, "page-learn")
-            return
-        for name, (act, theme) in PICTURES.items():
-            with served_page() as address:
-                page = open_page(browser, address, viewport=WIDE, color_scheme=theme)
-                act(page)
-                save(page, name)
-                page.close()
-        with served_page() as address:
-            record_film(open_page(browser, address, viewport=SMALL)).save(IMAGES / "page.webp")
+        names = sys.argv[1:] or [*PICTURES, "page"]
+        for name in names:
+            run = None if name in PICTURES or name == "page" else name
+            with served_page(*(["--run", run] if run else [])) as address:
+                if run:
+                    size = {"width": 1280, "height": 1120}
+                    page = open_page(browser, address, viewport=size, color_scheme="light")
+                    training(page)
+                    save(page, "page-learn")
+                elif name == "page":
+                    film = record_film(open_page(browser, address, viewport=SMALL))
+                    film.save(IMAGES / "page.webp")
+                else:
+                    act, theme = PICTURES[name]
+                    page = open_page(browser, address, viewport=WIDE, color_scheme=theme)
+                    act(page)
+                    save(page, name)
 
 
 if __name__ == "__main__":
