@@ -54,6 +54,8 @@ from unspool.text.tokenizer.pieces import incomplete_utf8, readable_pieces
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from unspool.backends.interventions import Intervention
+    from unspool.lens.steering import SteeringVector
     from unspool.model.layers.transformer import Transformer
     from unspool.text.chat.template import ChatPrompt, ChatTemplate
 
@@ -168,7 +170,12 @@ class Session:
             self.single_token,
             self.adapter,
             self.thinking,
+            self.parse_steering,
         )
+
+    def parse_steering(self, value: Any) -> tuple[Intervention, ...]:
+        """Return the interventions of an option `steer`; implemented by `LanguageModel`."""
+        raise NotImplementedError
 
     @cached_property
     def thought_format(self) -> ReasoningFormat | None:
@@ -544,6 +551,8 @@ class _Shared:
         self.engine: Engine | None = None  # started by the first request
         self.finalizer: weakref.finalize[Any, Any] | None = None
         self.is_closed = False
+        # By name; None: those of the default model are not read yet.
+        self.steering_vectors: dict[str, SteeringVector] | None = None
         self.lock = threading.Lock()  # held while the engine starts or closes
 
 
