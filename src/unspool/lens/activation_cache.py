@@ -11,16 +11,19 @@ Several texts are computed in the same steps. `activation_files.py` writes thous
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 
 from unspool.backends.interventions import (
     SITES,
+    BranchInterventions,
     Intervention,
     check_layer,
     hook_name,
     parse_hook_name,
+    resolve,
     site_layers,
 )
 from unspool.backends.step import Floats, Observations
@@ -181,9 +184,14 @@ class Reading:
         )
 
     @property
-    def all_layers(self) -> tuple[int, ...]:
-        """Layers of any site."""
-        return tuple(sorted({n for numbers in self.layers.values() for n in numbers}))
+    def observed(self) -> list[tuple[str, int]]:
+        """Sites and layers that the backend observes."""
+        return [
+            (site, layer)
+            for site in self.sites
+            if site not in ("logits", "pattern")
+            for layer in self.layers.get(site, (0,))
+        ]
 
     def floats_per_token(self, lm: Session, length: int) -> int:
         """Numbers that one position of a text of this length takes, to bound memory."""
@@ -233,6 +241,7 @@ def activation_caches(
     All texts are checked before the first is computed.
     """
     reading = Reading.parse(lm, sites, layers)
+    lm.check_interventions(interventions)
     jobs: list[_Job] = []
     for number, text in enumerate(texts):
         try:
@@ -251,7 +260,7 @@ class _Job:
     tokens: list[int]
     positions: tuple[int, ...]
     adapter: str | None
-    interventions: tuple[Intervention, ...]
+    interventions: BranchInterventions | None
 
 
 def _make_job(
@@ -265,7 +274,8 @@ def _make_job(
             f"positions {positions!r} selects none of the {count(len(tokens), 'token')}"
         )
     carried = text.request.interventions if isinstance(text, Generation) else ()
-    return _Job(tokens, selected, adapter_name(text), (*carried, *interventions))
+    resolved = resolve((*carried, *interventions), prompt_length)
+    return _Job(tokens, selected, adapter_name(text), resolved)
 
 
 def _read_jobs(lm: Session, jobs: Sequence[_Job], reading: Reading) -> Iterator[ActivationCache]:
@@ -283,61 +293,64 @@ def _read_jobs(lm: Session, jobs: Sequence[_Job], reading: Reading) -> Iterator[
 
 
 def _read_group(lm: Session, jobs: Sequence[_Job], reading: Reading) -> Iterator[ActivationCache]:
-    from contextlib import ExitStack
-
-    wants_logits = "logits" in reading.sites
+    num_logits = [
+        len(job.tokens) - job.positions[0] if "logits" in reading.sites else 1 for job in jobs
+    ]
     with ExitStack() as stack:
         branches = [
-            stack.enter_context(
-                lm.open_branch(job.tokens, job.adapter, interventions=job.interventions)
-            )
+            stack.enter_context(lm.open_branch(job.tokens, job.adapter, job.interventions))
             for job in jobs
         ]
+        positions = [frozenset(job.positions) for job in jobs]
         computed = lm.engine.look_all(
             [(branch, ()) for branch in branches],
-            at=[frozenset(job.positions) for job in jobs],
-            sites=tuple(site for site in reading.sites if site != "logits"),
-            layers=reading.all_layers,
-            num_logits=[len(job.tokens) - job.positions[0] if wants_logits else 1 for job in jobs],
+            at=positions,
+            num_logits=num_logits,
+            sites=reading.observed,
         )
-    for job, result in zip(jobs, computed, strict=True):
-        arrays = _gather_sites(lm, reading, job, result.inside)
-        if wants_logits:
-            rows = np.array(job.positions) - job.positions[0]
-            arrays["logits"] = to_numpy(result.logits)[rows]
+        patterns: list[list[Floats]] = []
+        if "pattern" in reading.sites:  # its rows differ in length
+            for branch, at in zip(branches, positions, strict=True):
+                inside = lm.engine.look(branch, at=at).inside
+                patterns.append([weights for chunk in inside for weights in chunk.attention])
+    for number, (job, result) in enumerate(zip(jobs, computed, strict=True)):
+        arrays: dict[str, Floats] = {}
+        for site in reading.sites:
+            if site == "pattern":
+                arrays[site] = _pattern(reading.layers[site], job, patterns[number])
+            elif site == "logits":
+                rows = np.array(job.positions) - job.positions[0]
+                arrays[site] = to_numpy(result.logits)[rows]
+            else:
+                arrays[site] = _join_chunks(lm, reading, site, result.inside)
         yield ActivationCache(
             tokens=tuple(job.tokens),
             texts=tuple(lm.readable_all(job.tokens)),
             positions=job.positions,
             layers=reading.layers,
-            arrays={site: arrays[site] for site in reading.sites},
+            arrays=arrays,
         )
 
 
-def _gather_sites(
-    lm: Session, reading: Reading, job: _Job, chunks: Sequence[Observations]
-) -> dict[str, Floats]:
-    """Join the chunks of a text along the axis of positions."""
-    arrays: dict[str, Floats] = {}
-    for site in reading.sites:
-        if site == "pattern":
-            arrays[site] = _pattern(reading.layers[site], job, chunks)
-        elif site in reading.layers:
-            joined = np.concatenate([chunk.sites[site] for chunk in chunks], 1)
-            layers = [n for n in reading.all_layers if n in site_layers(lm.config, site)]
-            array = joined[[layers.index(n) for n in reading.layers[site]]]
-            if site in _HEAD_VECTORS:
-                width = lm.config.shape(reading.layers[site][0]).head_width
-                array = array.reshape(*array.shape[:2], -1, width)
-            arrays[site] = array
-        elif site != "logits":
-            arrays[site] = np.concatenate([chunk.sites[site] for chunk in chunks], 0)
-    return arrays
+def _join_chunks(
+    lm: Session, reading: Reading, site: str, chunks: Sequence[Observations]
+) -> Floats:
+    """Join the chunks of a text: [layers, positions, width], or [positions, width]."""
+    by_layer = [
+        np.concatenate([chunk.sites[site, layer] for chunk in chunks])
+        for layer in reading.layers.get(site, (0,))
+    ]
+    if site not in reading.layers:
+        return by_layer[0]
+    array = np.stack(by_layer)
+    if site in _HEAD_VECTORS:
+        width = lm.config.shape(reading.layers[site][0]).head_width
+        return array.reshape(*array.shape[:2], -1, width)
+    return array
 
 
-def _pattern(layers: Sequence[int], job: _Job, chunks: Sequence[Observations]) -> Floats:
+def _pattern(layers: Sequence[int], job: _Job, rows: Sequence[Floats]) -> Floats:
     """Attention weights [layers, heads, positions, past]; zeros after the position."""
-    rows = [weights for chunk in chunks for weights in chunk.attention]
     num_heads, past = rows[0].shape[1], job.positions[-1] + 1
     pattern = np.zeros((len(layers), num_heads, len(rows), past), np.float32)
     for row, weights in enumerate(rows):

@@ -16,13 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Any, Literal
 
 import numpy as np
 
-from unspool.backends.interventions import Intervention, MeanAblate, Replace, Scale
+from unspool.backends.interventions import Intervention, MeanAblate, Replace, Scale, resolve
 from unspool.backends.step import Floats, Logits
 from unspool.errors import SettingsError, count
 from unspool.lens.activation_cache import (
@@ -235,7 +235,9 @@ def run_branches(
     while group := list(islice(remaining, _GROUP_RUNS)):
         with ExitStack() as stack:
             branches = [
-                stack.enter_context(lm.open_branch(tokens, adapter, interventions=tuple(run)))
+                stack.enter_context(
+                    lm.open_branch(tokens, adapter, resolve(tuple(run), len(tokens)))
+                )
                 for run in group
             ]
             yield from lm.engine.extend_all(
@@ -304,14 +306,21 @@ def patch(
         for logits in run_branches(lm, text, [()], scored.num_logits, adapter)
     )
 
-    def replacement(layer: int | None, position: int, head: int | None) -> Intervention:
-        values = cache[grid.site] if layer is None else cache[grid.site, layer]
-        row = values[position - first]
+    def replacement(layers: tuple[int, ...], span: range, head: int | None) -> Intervention:
+        part = slice(span.start - first, span.stop - first)
+        if layers:
+            values = np.stack([cache[grid.site, layer][part] for layer in layers])
+        else:
+            values = cache[grid.site][None, part]
+        if grid.has_heads:
+            values = (
+                values[..., head, :] if head is not None else values.reshape(*values.shape[:2], -1)
+            )
         return Intervention(
             grid.site,
-            Replace(row if head is None else row[head]),
-            layers=layer,
-            positions=position,
+            Replace(values),
+            layers=layers or None,
+            positions=span,
             heads=None if head is None else (head,),
         )
 
@@ -347,20 +356,21 @@ def ablate(
     (logits,) = run_branches(lm, tokens, [()], scored.num_logits, adapter)
     baseline = scored.measure(to_numpy(logits))
 
-    def removal(layer: int | None, position: int | None, head: int | None) -> Intervention:
+    def removal(layers: tuple[int, ...], span: range, head: int | None) -> Intervention:
         op: Any = Scale(0.0)
         if means is not None:
-            mean = means if layer is None else means[grid.layers.index(layer)]
-            op = MeanAblate(mean if head is None else mean[head])
+            values = means[[grid.layers.index(layer) for layer in layers]] if layers else means
+            op = MeanAblate(values if head is None else values[..., head, :])
+        is_all = len(span) == len(tokens)
         return Intervention(
             grid.site,
             op,
-            layers=layer,
-            positions="all" if position is None else position,
+            layers=layers or None,
+            positions="all" if is_all else span,
             heads=None if head is None else (head,),
         )
 
-    cells = grid.cells(removal, joint_positions=grid.covers_text)
+    cells = grid.cells(removal)
     with progress_bar("ablating", len(cells), show=progress) as report:
         values = _run_sweep(lm, tokens, cells, grid.shape, scored, baseline, adapter, report)
     return Sweep(grid.site, scored.label, grid.axes, grid.labels(lm), values, baseline, cells=cells)
@@ -375,6 +385,8 @@ def _mean_activations(lm: Session, reference: Sequence[TextLike], grid: _Grid) -
     layers = grid.layers or None
     for cache in activation_caches(lm, reference, sites=grid.site, layers=layers):
         array = cache[grid.site]
+        if grid.has_heads and not grid.heads:
+            array = array.reshape(*array.shape[:2], -1)
         total = total + array.sum(1 if grid.layers else 0, dtype=np.float64)
         num_positions += len(cache.positions)
     return np.asarray(total / num_positions, np.float32)
@@ -435,13 +447,11 @@ class _Grid:
         )
 
     def starting_at(self, first: int) -> _Grid:
-        return _Grid(
-            self.site, self.axes, self.layers, self.positions, self.heads, self.tokens, first
-        )
+        return replace(self, first=first)
 
     @property
-    def covers_text(self) -> bool:
-        return "position" not in self.axes and len(self.positions) == len(self.tokens)
+    def has_heads(self) -> bool:
+        return self.site == "head_out"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -460,29 +470,35 @@ class _Grid:
         return tuple(tuple(named[axis]) for axis in self.axes)
 
     def cells(
-        self, make: Callable[[Any, Any, Any], Intervention], *, joint_positions: bool = False
+        self, make: Callable[[tuple[int, ...], range, int | None], Intervention]
     ) -> dict[Cell, tuple[Intervention, ...]]:
-        """Return the interventions of each cell; unchanged cells are left out."""
+        """Return the interventions of each cell; cells that change nothing are left out."""
         cells: dict[Cell, tuple[Intervention, ...]] = {}
         for cell in product(*(range(size) for size in self.shape)):
-            chosen_at = dict(zip(self.axes, cell, strict=True))
-
-            def pick(axis: str, at: Mapping[str, int] = chosen_at) -> Sequence[int | None]:
-                values = self._values(axis)
-                return (values[at[axis]],) if axis in at else values or (None,)
-
-            positions: Sequence[int | None] = [
-                position for position in pick("position") if (position or 0) >= self.first
-            ]
-            if joint_positions:
-                positions = (None,)
-            interventions = tuple(
-                make(layer, position, head)
-                for layer, position, head in product(pick("layer"), positions, pick("head"))
-            )
-            if interventions:
-                cells[cell] = interventions
+            at = dict(zip(self.axes, cell, strict=True))
+            layers, positions = self.layers, self.positions
+            heads: Sequence[int | None] = self.heads or (None,)
+            if "layer" in at:
+                layers = (self.layers[at["layer"]],)
+            if "position" in at:
+                positions = (self.positions[at["position"]],)
+            if "head" in at:
+                heads = (self.heads[at["head"]],)
+            spans = _spans([position for position in positions if position >= self.first])
+            if spans:
+                cells[cell] = tuple(make(layers, span, head) for span in spans for head in heads)
         return cells
+
+
+def _spans(positions: Sequence[int]) -> list[range]:
+    """Join ascending positions to ranges."""
+    spans: list[range] = []
+    for position in positions:
+        if spans and spans[-1].stop == position:
+            spans[-1] = range(spans[-1].start, position + 1)
+        else:
+            spans.append(range(position, position + 1))
+    return spans
 
 
 def perplexity_of(lm: Session, tokens: Sequence[int], run: Sequence[Intervention]) -> float:
