@@ -13,7 +13,6 @@ engine: they are computed in the same steps, and share what precedes the first c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -207,7 +206,7 @@ def _make_score(
             len(tokens),
         )
     target = resolve_token(lm, answer)
-    name = repr(lm.readable(target))
+    name = _token_label(lm, target)
     if other is None:
         return _Score(
             f"logprob of {name}",
@@ -215,9 +214,14 @@ def _make_score(
         )
     rival = resolve_token(lm, other)
     return _Score(
-        f"logit of {name} - {lm.readable(rival)!r}",
+        f"logit of {name} - {_token_label(lm, rival)}",
         lambda logits: float(logits[-1, target]) - float(logits[-1, rival]),
     )
+
+
+def _token_label(lm: Session, token: int) -> str:
+    text = lm.readable(token)
+    return repr(text) if text else f"token {token}"
 
 
 # -- runs
@@ -499,10 +503,3 @@ def _spans(positions: Sequence[int]) -> list[range]:
         else:
             spans.append(range(position, position + 1))
     return spans
-
-
-def perplexity_of(lm: Session, tokens: Sequence[int], run: Sequence[Intervention]) -> float:
-    """Return the perplexity of a text under interventions."""
-    (logits,) = run_branches(lm, tokens, [run], len(tokens))
-    logprobs = score(to_numpy(logits)[:-1], list(tokens[1:])).logprobs
-    return math.exp(-float(np.mean(logprobs)))
