@@ -168,7 +168,9 @@ def shards_of(folder: Path) -> list[SafetensorsFile]:
 
 def rows_of(folder: Path, name: str) -> np.ndarray[Any, Any]:
     parts = [
-        shard.integers(name) if name in ("text", "position", "token") else shard.stored(name).float32()
+        shard.integers(name)
+        if name in ("text", "position", "token")
+        else shard.stored(name).float32()
         for shard in shards_of(folder)
     ]
     return np.concatenate(parts)
@@ -263,5 +265,3 @@ def test_what_cannot_be_written(tiny_lm, tmp_path: Path):
             list(read_corpus(file))
     with pytest.raises(UnspoolError, match="cannot be read"):
         list(read_corpus(tmp_path / "absent.jsonl"))
-
-
