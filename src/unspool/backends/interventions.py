@@ -58,6 +58,7 @@ SITES = {
 }
 _UNLAYERED = frozenset({"embedding", "final_norm", "logits"})
 _HEAD_SITES = frozenset({"head_out", "q", "k", "v", "pattern"})
+OUTPUT_SITES = ("final_norm", "logits")  # computed only for tokens whose logits are needed
 NATIVE_SITES = frozenset(SITES) - {"q", "k", "v", "pattern", "mlp_hidden"}
 
 _HOOKS = {
@@ -702,7 +703,7 @@ class BranchInterventions:
         self.digest = hashlib.sha256("".join(i.digest for i in interventions).encode()).hexdigest()
         # What happens after the last layer changes no keys and values.
         self._key_spans = [
-            span for span in spans if interventions[span.index].site not in ("final_norm", "logits")
+            span for span in spans if interventions[span.index].site not in OUTPUT_SITES
         ]
         self._salts: dict[tuple[tuple[int, int], ...], int] = {}
 

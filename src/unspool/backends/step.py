@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from unspool.backends.interventions import StepInterventions
+from unspool.backends.interventions import OUTPUT_SITES, StepInterventions
 from unspool.errors import SettingsError, UnspoolError
 from unspool.model.config import ModelConfig
 from unspool.model.hub.memory import free_memory as free_memory
@@ -77,6 +77,11 @@ class ObserveRequest:
         """Whether only the inputs of some layers are requested, as drafting heads do."""
         has_others = len(self.attention) or len(self.parts) or len(self.tokens)
         return self.layers is not None and not has_others
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether values after the last layer are read, which few tokens have."""
+        return any(site in OUTPUT_SITES for site, _ in self.sites)
 
     def select_layers(self, vectors: list[Tensor]) -> list[Tensor]:
         """Select the requested layers from the inputs of all layers and the final output."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unspool.backends.interventions import (
+    OUTPUT_SITES,
     Add,
     ClampFeature,
     Function,
@@ -26,8 +27,6 @@ from unspool.backends.step import Floats, StepBatch
 from unspool.errors import UnspoolError
 from unspool.model.layers.parts import FeedForward
 from unspool.model.layers.transformer import Transformer
-
-_OUTPUT_SITES = ("final_norm", "logits")  # computed only for the tokens whose logits are needed
 
 
 def apply_op(op: Op, x: Tensor, arrays: dict[str, Tensor]) -> Tensor:
@@ -109,7 +108,7 @@ class SiteHooks:
         self._observed = None if look is None else torch.from_numpy(look.tokens)
         self._sites = frozenset() if look is None else frozenset(look.sites)
         self._values: dict[tuple[str, int], Tensor] = {}
-        if look is not None and any(site in _OUTPUT_SITES for site, _ in look.sites):
+        if look is not None and look.reads_outputs:
             self.outputs = np.concatenate((self.outputs, look.tokens))
         self._changes: dict[tuple[str, int], list[_Change]] = {}
         self._collect(batch)
@@ -126,11 +125,11 @@ class SiteHooks:
         for first, end, number, offset in spans.tolist():
             intervention = step.table[number]
             tokens = np.arange(first, end)
-            if intervention.site in _OUTPUT_SITES:
+            if intervention.site in OUTPUT_SITES:
                 is_touched = (self.outputs >= first) & (self.outputs < end)
                 tokens = self.outputs[is_touched]
             at = tokens - first + offset
-            if intervention.site in _OUTPUT_SITES:
+            if intervention.site in OUTPUT_SITES:
                 tokens = np.flatnonzero(is_touched)
             if not len(tokens):
                 continue
@@ -169,7 +168,7 @@ class SiteHooks:
 
     def _record(self, site: str, layer: int, flat: Tensor) -> None:
         if (site, layer) in self._sites and self._observed is not None:
-            is_output = site in _OUTPUT_SITES
+            is_output = site in OUTPUT_SITES
             rows = flat[self.num_outputs :] if is_output else flat[self._observed.to(flat.device)]
             self._values[site, layer] = rows.clone()
 
