@@ -441,13 +441,11 @@ def main() -> int:
     benches = [Bench(args, gguf, prompts)]
     try:
         run_works(benches[0], tokenizer, args.work)
-        # The reference of quality has the weights of the first file.
-        works = [work for work in args.work if work != "quality"]
-        for kind in args.types if works else ():
+        for kind in args.types:
             say(f"type {kind}")
             file = quantize_gguf(gguf, kind, args.environments, args.installed)
             benches.append(Bench(args, file, prompts, [p for p in PEERS if p.model == "gguf"]))
-            run_works(benches[-1], tokenizer, works)
+            run_works(benches[-1], tokenizer, args.work)
     except (UnavailableError, WorkerError) as reason:
         say(f"stopped: {reason}")
         code = 1

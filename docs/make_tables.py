@@ -49,31 +49,34 @@ def cpu_table(results: dict[str, Any], _: str) -> str:
     works |= {w: w.replace("-", " after ") for w in ("decode-4000", "decode-16000")}
     works |= {w: w.replace("-", " of ") for w in ("prompt-4000", "prompt-8000")}
     works = {work: title for work, title in works.items() if work in files[0]["engines"]["us"]}
-    others = {"memory_mb": "memory, MB", "cold": "cold start, s"}
+    others = {"memory_mb": "memory, MB", "cold": "cold start, s", "quality": "KL, nats per token"}
     others = {key: title for key, title in others.items() if key in files[0]["engines"]["us"]}
     rows = []
     for file in files:
         ours, theirs = file["engines"]["us"], file["engines"]["llama_cpp"]
-        cells = [file["model"].removesuffix(".gguf").rsplit(".", 1)[-1].rsplit("-", 1)[-1]]
+        kind = file["model"].removesuffix(".gguf").rsplit(".", 1)[-1].rsplit("-", 1)[-1]
+        cells = [kind if kind.startswith("Q") else ours["weights"]]
         for work in works:
             ratio = statistics.median(a / b for a, b in zip(ours[work], theirs[work], strict=True))
             speeds = [f"{statistics.median(entry[work]):,.0f}" for entry in (ours, theirs)]
             cells.append(f"{' / '.join(speeds)} (**{ratio:.2f}x**)")
         for key in others:
-            form = ".2f" if key == "cold" else ",.0f"
-            values = [
-                statistics.median(v) if isinstance(v := entry[key], list) else v
-                for entry in (ours, theirs)
-            ]
+            form = {"cold": ".2f", "quality": ".4f"}.get(key, ",.0f")
+            values = []
+            for value in (ours[key], theirs[key]):
+                if isinstance(value, dict):
+                    value = value["kl"]
+                values.append(statistics.median(value) if isinstance(value, list) else value)
             cells.append(" / ".join(f"{value:{form}}" for value in values))
         rows.append(cells)
     header = ["file", *works.values(), *others.values()]
-    machine = results["machine"]
+    machine, number = results["machine"], results["rounds"]
+    rounds = "one round" if number == 1 else f"medians of {number} rounds"
+    unit, turns = ("Tokens/s, ", f", {rounds}, engines in turns") if works else ("", "")
     note = (
-        f"Tokens/s, Unspool / llama.cpp. {results['threads']} threads on {machine['cores']} cores "
-        f"of {machine['processor']} ({machine['architecture']}), {results['date']}, commit "
-        f"{results['commit']}, medians of {results['rounds']} rounds, engines in turns: "
-        f"`{results['command']}`."
+        f"{unit}Unspool / llama.cpp. {results['threads']} threads on {machine['cores']} cores of "
+        f"{machine['processor']} ({machine['architecture']}), {results['date']}, commit "
+        f"{results['commit']}{turns}: `{results['command']}`."
     )
     return table(header, rows) + f"\n\n{note}"
 

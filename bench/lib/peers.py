@@ -146,7 +146,7 @@ def install(peer: Peer, folder: Path, gguf: Path, installed: bool = False) -> In
         python = make_environment(folder / peer.engine, peer.packages, peer.pip_environment)
     if peer.model == "gguf":
         return InstalledPeer(peer, python, str(gguf))
-    hf, out = folder / "models" / "hf", folder / "models" / peer.model
+    hf, out = _models_of(gguf, folder) / "hf", _models_of(gguf, folder) / peer.model
     if not (hf / "model.safetensors").exists() and not out.exists():
         say("dequantizing the weights to 32 bits (once)")
         code = (
@@ -207,8 +207,7 @@ sys.exit(llama_cpp.llama_model_quantize(
 
 def quantize_gguf(gguf: Path, kind: str, folder: Path, installed: bool = False) -> Path:
     """Have llama.cpp write the file in another type, unless that was done before."""
-    version = f"{gguf.stat().st_size}-{gguf.stat().st_mtime_ns}"  # another file may have its name
-    out = folder / "models" / version / f"{gguf.stem}-{kind}.gguf"
+    out = _models_of(gguf, folder) / f"{gguf.stem}-{kind}.gguf"
     if not out.exists():
         python = install(LLAMA, folder, gguf, installed).python
         say(f"quantizing to {kind} (once)")
@@ -218,6 +217,11 @@ def quantize_gguf(gguf: Path, kind: str, folder: Path, installed: bool = False) 
         run_command([python, "-c", _QUANTIZE, str(gguf), str(part), number], "not quantized")
         part.rename(out)
     return out
+
+
+def _models_of(gguf: Path, folder: Path) -> Path:
+    """Folder of the files made from a model; another file may have its name."""
+    return folder / "models" / f"{gguf.stat().st_size}-{gguf.stat().st_mtime_ns}"
 
 
 def run_command(command: list[str], failure: str, variables: dict[str, str] | None = None) -> None:

@@ -141,10 +141,13 @@ def test_failed_installations_have_a_reason(tmp_path: Path) -> None:
     with pytest.raises(peers.UnavailableError, match="cannot be installed"):
         peers.run_command([sys.executable, "-c", "exit(1)"], "cannot be installed")
     peer = next(peer for peer in peers.PEERS if peer.key == "openvino")
-    (tmp_path / "models" / "hf").mkdir(parents=True)
-    (tmp_path / "models" / "hf" / "model.safetensors").touch()
+    gguf = tmp_path / "m.gguf"
+    gguf.write_bytes(b"weights")
+    weights = tmp_path / "models" / f"7-{gguf.stat().st_mtime_ns}" / "hf" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.touch()
     with pytest.raises(peers.UnavailableError, match="converts nothing"):
-        peers.install(peer, tmp_path, tmp_path / "m.gguf", installed=True)
+        peers.install(peer, tmp_path, gguf, installed=True)
 
 
 def test_a_file_is_quantized_once_for_each_version(tmp_path: Path, monkeypatch) -> None:

@@ -533,6 +533,8 @@ TURN = [{"role": "user", "content": "x"}]
      "max_tokens must be an integer, got 1.5"),
     ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs must be <= 20, got 21"),
     ("/v1/completions", {"prompt": 5}, "prompt must be a string or a list, got 5"),
+    ("/v1/completions", {"prompt": ["a", 5]}, "prompt: all items must be of one kind: strings, "
+     "token ids, or lists of token ids"),
     ("/v1/completions", {"prompt": []}, "prompt must have at least 1 item, got 0"),
     ("/v1/completions", {"prompt": "x", "unspool": {"speculate": "x"}},
      "unspool.speculate must be 'lookup' or 'mtp', got 'x'"),

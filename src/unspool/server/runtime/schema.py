@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -101,12 +102,22 @@ Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_leng
 MAX_STOPS = 16
 MAX_BIASES = 1024
 MAX_PROMPTS = 256
-Prompts = (
+
+
+def _check_prompt_kinds(value: Any) -> Any:
+    kinds = {str, int, float, list}
+    if isinstance(value, list) and value and len({type(item) for item in value} & kinds) != 1:
+        raise ValueError("all items must be of one kind: strings, token ids, or lists of token ids")
+    return value
+
+
+Prompts = Annotated[
     str
     | Tokens
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
-)
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)],
+    BeforeValidator(_check_prompt_kinds),
+]
 
 
 def as_list(value: Prompts) -> list[str | list[int]]:
