@@ -2,6 +2,7 @@
 
 python bench/steering.py fit            # writes src/unspool/lens/vectors/*.gguf
 python bench/steering.py effect         # effect and perplexity against the strength
+python bench/steering.py figure         # docs/images/steering.svg, from the results of effect
 python bench/steering.py patch          # a sweep, beside the same one with hooks on transformers
 
 Results are JSON on standard output, or in the file of --out.
@@ -24,6 +25,8 @@ from lib.arguments import make_parser
 import unspool
 
 VECTORS = Path(unspool.__file__).parent / "lens" / "vectors"
+DOCS = Path(__file__).parent.parent / "docs"
+DATA, IMAGE = DOCS / "research" / "data" / "steering-135m.json", DOCS / "images" / "steering.svg"
 LAYERS = range(8, 23)  # of 30: the middle, where directions of style are
 STRENGTHS = (-3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 
@@ -112,10 +115,14 @@ NEUTRAL = (
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("what", choices=("fit", "effect", "patch"))
+    parser.add_argument("what", choices=("fit", "effect", "figure", "patch"))
     parser.add_argument("--out", type=Path, help="write the results to this file")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of each answer")
     options = parser.parse_args()
+    if options.what == "figure":
+        results = json.loads((options.out or DATA).read_text(encoding="utf-8"))
+        IMAGE.write_text(draw(results["effects"]), encoding="utf-8")
+        return
     results = {"fit": fit, "effect": lambda: effect(options.tokens), "patch": patch}[options.what]()
     facts = {
         "date": time.strftime("%Y-%m-%d"),
@@ -198,6 +205,59 @@ def _mean_logprob(lm: Any, texts: tuple[str, ...], interventions: Any) -> float:
         (logits,) = run_branches(lm, ids, [interventions], len(ids))
         logprobs += score(logits[:-1], ids[1:]).logprobs.tolist()
     return float(np.mean(logprobs))
+
+
+# -- figure
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 300, 200, 60, 40, 80
+_COLOURS = {"cheerful": "#b8860b", "formal": "#4477aa", "brief": "#228833"}
+
+
+def draw(rows: list[dict[str, Any]]) -> str:
+    """Draw preference (less that without steering) and perplexity by strength, as SVG."""
+    plain = {row["vector"]: row["preference"] for row in rows if row["strength"] == 0}
+    panels = (
+        ("preference for the style, nats a token", lambda r: r["preference"] - plain[r["vector"]]),
+        ("perplexity of a neutral text", lambda r: r["perplexity"]),
+    )
+    parts: list[str] = []
+    for number, (title, value_of) in enumerate(panels):
+        left = _LEFT + number * (_WIDTH + _GAP)
+        values = [value_of(row) for row in rows]
+        low, high = min(values), max(values)
+
+        def at(strength: float, value: float, left: int = left, low: float = low, high: float = high) -> tuple[float, float]:
+            x = left + (strength - STRENGTHS[0]) / (STRENGTHS[-1] - STRENGTHS[0]) * _WIDTH
+            return x, _TOP + _HEIGHT * (1 - (value - low) / (high - low))
+
+        parts.append(f'<text x="{left}" y="{_TOP - 14}" font-weight="600">{title}</text>')
+        parts.append(
+            f'<rect x="{left}" y="{_TOP}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" '
+            'stroke="#888" stroke-opacity="0.5"/>'
+        )
+        for tick in np.linspace(low, high, 5):
+            y = at(0, float(tick))[1]
+            parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.3g}</text>')
+        for strength in range(-3, 4):
+            x = at(strength, low)[0]
+            label = f'<text x="{x:.1f}" y="{_TOP + _HEIGHT + 18}" text-anchor="middle">'
+            parts.append(f"{label}{strength:+d}</text>")
+        for name, colour in _COLOURS.items():
+            points = [at(row["strength"], value_of(row)) for row in rows if row["vector"] == name]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
+    for number, (name, colour) in enumerate(_COLOURS.items()):
+        x, y = _LEFT + number * 110, _TOP + _HEIGHT + 46
+        parts.append(f'<rect x="{x}" y="{y - 9}" width="18" height="4" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 24}" y="{y}">{name}</text>')
+    width, height = _LEFT + 2 * _WIDTH + _GAP + 20, _TOP + _HEIGHT + 60
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        'font-family="system-ui, sans-serif" font-size="12" fill="#888">'
+        "<title>Effect of steering vectors and perplexity, by strength</title>"
+        f"{''.join(parts)}</svg>\n"
+    )
 
 
 # -- patch

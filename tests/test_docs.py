@@ -111,7 +111,7 @@ def test_reasoning_and_tools(tmp_path: Path, load: Any, capsys: pytest.CaptureFi
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("page", ["first-text", "look-inside"])
+@pytest.mark.parametrize("page", ["first-text", "look-inside", "steer"])
 def test_tutorials_with_their_output(
     page: str, real_lm: Any, load: Any, capsys: pytest.CaptureFixture[str]
 ):
