@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lib.arguments import make_parser
 
 import unspool
+from lib.arguments import make_parser
 
 VECTORS = Path(unspool.__file__).parent / "lens" / "vectors"
 DOCS = Path(__file__).parent.parent / "docs"
@@ -105,11 +105,12 @@ QUESTIONS = (
     "How do I make tea?", "What is your opinion of trains?",
 )  # fmt: skip
 NEUTRAL = (
-    "The river begins in the mountains and flows north through three countries before it reaches "
-    "the sea. In its upper part it is narrow and quick; below the first lake it becomes wide. Ships "
-    "carry grain, coal and machines on it. The water level changes with the seasons: it is high in "
-    "spring, when the snow melts, and low in autumn. Towns on its banks have built walls against "
-    "floods, and a canal, finished in the last century, connects it with a second river in the west."
+    "The river begins in the mountains and flows north through three countries before it "
+    "reaches the sea. In its upper part it is narrow and quick; below the first lake it "
+    "becomes wide. Ships carry grain, coal and machines on it. The water level changes "
+    "with the seasons: it is high in spring, when the snow melts, and low in autumn. "
+    "Towns on its banks have built walls against floods, and a canal, finished in the "
+    "last century, connects it with a second river in the west."
 )
 
 
@@ -187,7 +188,9 @@ def effect(num_tokens: int) -> dict[str, Any]:
                         "strength": strength,
                         "preference": round(gap, 3),
                         "tokens": round(float(np.mean([len(a.tokens) for a in answers])), 1),
-                        "perplexity": round(math.exp(-_mean_logprob(lm, (NEUTRAL,), interventions)), 2),
+                        "perplexity": round(
+                            math.exp(-_mean_logprob(lm, (NEUTRAL,), interventions)), 2
+                        ),
                         "answer": answers[0].text,
                     }
                 )
@@ -226,7 +229,9 @@ def draw(rows: list[dict[str, Any]]) -> str:
         values = [value_of(row) for row in rows]
         low, high = min(values), max(values)
 
-        def at(strength: float, value: float, left: int = left, low: float = low, high: float = high) -> tuple[float, float]:
+        def at(
+            strength: float, value: float, left: int = left, low: float = low, high: float = high
+        ) -> tuple[float, float]:
             x = left + (strength - STRENGTHS[0]) / (STRENGTHS[-1] - STRENGTHS[0]) * _WIDTH
             return x, _TOP + _HEIGHT * (1 - (value - low) / (high - low))
 
@@ -237,7 +242,9 @@ def draw(rows: list[dict[str, Any]]) -> str:
         )
         for tick in np.linspace(low, high, 5):
             y = at(0, float(tick))[1]
-            parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.3g}</text>')
+            parts.append(
+                f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.3g}</text>'
+            )
         for strength in range(-3, 4):
             x = at(strength, low)[0]
             label = f'<text x="{x:.1f}" y="{_TOP + _HEIGHT + 18}" text-anchor="middle">'
@@ -245,8 +252,12 @@ def draw(rows: list[dict[str, Any]]) -> str:
         for name, colour in _COLOURS.items():
             points = [at(row["strength"], value_of(row)) for row in rows if row["vector"] == name]
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
+            parts.append(
+                f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+            )
+            parts += [
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points
+            ]
     for number, (name, colour) in enumerate(_COLOURS.items()):
         x, y = _LEFT + number * 110, _TOP + _HEIGHT + 46
         parts.append(f'<rect x="{x}" y="{y - 9}" width="18" height="4" fill="{colour}"/>')
@@ -262,7 +273,7 @@ def draw(rows: list[dict[str, Any]]) -> str:
 
 # -- patch
 
-CLEAN, CORRUPTED = "The capital of Italy is the city of", "The capital of France is the city of"
+CLEAN, CORRUPTED = "The capital of Italy is", "The capital of France is"
 ANSWER, OTHER = " Rome", " Paris"
 
 
@@ -308,7 +319,9 @@ def _patch_with_hooks(path: Path, ids: list[list[int]], tokens: list[int]) -> tu
         values = np.full((len(layers), len(ids[0])), gap(model(corrupted).logits))
         after: list[Any] = []
         handles = [
-            layer.register_forward_hook(lambda module, inputs, output: after.append(_hidden(output)))
+            layer.register_forward_hook(
+                lambda module, inputs, output: after.append(_hidden(output))
+            )
             for layer in layers
         ]
         model(clean)
@@ -317,7 +330,9 @@ def _patch_with_hooks(path: Path, ids: list[list[int]], tokens: list[int]) -> tu
         for number, layer in enumerate(layers):
             for position in range(first, len(ids[0])):
 
-                def replace(module: Any, inputs: Any, output: Any, n: int = number, p: int = position) -> Any:
+                def replace(
+                    module: Any, inputs: Any, output: Any, n: int = number, p: int = position
+                ) -> Any:
                     hidden = _hidden(output).clone()
                     hidden[0, p] = after[n][0, p]
                     return hidden if torch.is_tensor(output) else (hidden, *output[1:])

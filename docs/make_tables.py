@@ -150,7 +150,7 @@ def steering_table(results: dict[str, Any], selection: str) -> str:
     lines = [head, "|---|---|---|---|---|"]
     for row in results["effects"]:
         if row["vector"] == selection:
-            answer = " ".join(row["answer"].split())[:70].replace("|", "/")
+            answer = " ".join(row["answer"].split())[:70].strip().replace("|", "/")
             lines.append(
                 f"| {row['strength']:+g} | {row['preference']:+.2f} | {row['tokens']:.0f} | "
                 f"{row['perplexity']:.1f} | {answer} |"

@@ -93,6 +93,10 @@ def test_how_to_pages(
     monkeypatch.setattr("unspool.loading.load", load_small)
     monkeypatch.setattr(type(small_lm), "close", lambda self: None)  # other tests use it later
     monkeypatch.chdir(tmp_path)
+    if page == "steer":
+        from helpers.sae_folder import write_saelens
+
+        write_saelens(tmp_path / "sae", "standard", width=small_lm.config.width)
     run(blocks_of((ROOT / f"docs/how-to/{page}.md").read_text(encoding="utf-8")), {})
     assert options_of_blocks
 

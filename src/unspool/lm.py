@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from unspool.lens.logit_lens import LogitLens
     from unspool.lens.patching import Axis, Sweep
     from unspool.lens.replay import Replay
+    from unspool.lens.sae import FeatureExample, SparseAutoencoder, TokenFeatures
     from unspool.lens.steering import Steer, SteeringVector
     from unspool.lens.trace import Trace
 
@@ -880,6 +881,25 @@ class LanguageModel(Session):
             reference=reference,
             progress=progress,
         )
+
+    def features(
+        self, text: TextLike, sae: SparseAutoencoder, *, top: int | None = None
+    ) -> TokenFeatures:
+        """Return the active features of each token, by a sparse autoencoder (`load_sae`).
+
+        top   at most this many features of a token, the strongest.
+        """
+        from unspool.lens.sae import features
+
+        return features(self, text, sae, top=top)
+
+    def feature_examples(
+        self, texts: Iterable[TextLike], sae: SparseAutoencoder, feature: int, n: int = 10
+    ) -> list[FeatureExample]:
+        """Return the n places of a corpus where a feature is strongest, one for each text."""
+        from unspool.lens.sae import feature_examples
+
+        return feature_examples(self, texts, sae, feature, n)
 
     # -- inspection ---------------------------------------------------------------------------
 

@@ -210,7 +210,7 @@ def test_a_stopped_run_resumes(tiny_lm, corpus: Path, tmp_path: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         tiny_lm.save_activations(stopped(), tmp_path / "parts", **options)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "parts").glob("shard*")}
-    assert 0 < len(before) and not list((tmp_path / "parts").glob("*.part"))
+    assert len(before) > 0 and not list((tmp_path / "parts").glob("*.part"))
     read: list[int] = []
     compute = activation_files.activation_caches
     monkeypatch.setattr(

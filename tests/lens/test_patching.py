@@ -1,4 +1,4 @@
-"""Patching and ablation: each cell is what a hook on transformers gives, and the rest of a sweep."""
+"""Patching and ablation: each cell is what a hook on transformers gives; the rest of a sweep."""
 
 from __future__ import annotations
 
