@@ -43,7 +43,7 @@ class Style:
     both that the vector has not seen."""
 
     name: str
-    wanted: str
+    instruction: str
     opposite: str
     with_it: tuple[str, ...]
     without_it: tuple[str, ...]
@@ -145,7 +145,7 @@ def fit() -> dict[str, Any]:
     written = {}
     with unspool.load() as lm:
         for style in STYLES:
-            positive = [_prompt(lm, style.wanted, topic) for topic in TOPICS]
+            positive = [_prompt(lm, style.instruction, topic) for topic in TOPICS]
             negative = [_prompt(lm, style.opposite, topic) for topic in TOPICS]
             vector = lm.steering_vector(positive, negative, layers=LAYERS, name=style.name)
             path = VECTORS / f"{style.name}.gguf"
@@ -225,25 +225,29 @@ def draw(rows: list[dict[str, Any]]) -> str:
     )
     parts: list[str] = []
     for number, (title, value_of) in enumerate(panels):
-        left = _LEFT + number * (_WIDTH + _GAP)
+        panel_x = _LEFT + number * (_WIDTH + _GAP)
         values = [value_of(row) for row in rows]
         low, high = min(values), max(values)
 
         def at(
-            strength: float, value: float, left: int = left, low: float = low, high: float = high
+            strength: float,
+            value: float,
+            panel_x: int = panel_x,
+            low: float = low,
+            high: float = high,
         ) -> tuple[float, float]:
-            x = left + (strength - STRENGTHS[0]) / (STRENGTHS[-1] - STRENGTHS[0]) * _WIDTH
+            x = panel_x + (strength - STRENGTHS[0]) / (STRENGTHS[-1] - STRENGTHS[0]) * _WIDTH
             return x, _TOP + _HEIGHT * (1 - (value - low) / (high - low))
 
-        parts.append(f'<text x="{left}" y="{_TOP - 14}" font-weight="600">{title}</text>')
+        parts.append(f'<text x="{panel_x}" y="{_TOP - 14}" font-weight="600">{title}</text>')
         parts.append(
-            f'<rect x="{left}" y="{_TOP}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" '
+            f'<rect x="{panel_x}" y="{_TOP}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" '
             'stroke="#888" stroke-opacity="0.5"/>'
         )
         for tick in np.linspace(low, high, 5):
             y = at(0, float(tick))[1]
             parts.append(
-                f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.3g}</text>'
+                f'<text x="{panel_x - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.3g}</text>'
             )
         for strength in range(-3, 4):
             x = at(strength, low)[0]

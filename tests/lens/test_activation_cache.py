@@ -27,13 +27,13 @@ SITES = ("embedding", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_o
 def observed_by_hooks(family: str) -> dict[str, np.ndarray[Any, Any]]:
     """What forward hooks on transformers see, by TransformerLens' names."""
     oracle = tiny.make(family)
-    found: dict[str, np.ndarray[Any, Any]] = {}
+    values_by_name: dict[str, np.ndarray[Any, Any]] = {}
 
     def record(name: str, *, is_input: bool = False) -> Any:
         def hook(module: Any, inputs: Any, output: Any) -> None:
             value = inputs[0] if is_input else output
             value = value[0] if isinstance(value, tuple) else value
-            found[name] = value[0].numpy().copy()
+            values_by_name[name] = value[0].numpy().copy()
 
         return hook
 
@@ -47,10 +47,10 @@ def observed_by_hooks(family: str) -> dict[str, np.ndarray[Any, Any]]:
     oracle.model.norm.register_forward_hook(record("ln_final.hook_normalized"))
     with torch.no_grad():
         outputs = oracle(torch.tensor([TOKENS]), output_attentions=True)
-    found["hook_logits"] = outputs.logits[0].numpy()
+    values_by_name["hook_logits"] = outputs.logits[0].numpy()
     for number, weights in enumerate(outputs.attentions):
-        found[f"blocks.{number}.attn.hook_pattern"] = weights[0].numpy()
-    return found
+        values_by_name[f"blocks.{number}.attn.hook_pattern"] = weights[0].numpy()
+    return values_by_name
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -119,10 +119,10 @@ def test_heads_are_patched_at_all_positions(family_lm, hooked: HookedModel):
         for head in range(HEADS):
             gap = hooked.gap(CORRUPTED, {("head_out", layer): head_change({head: clean})})
             assert sweep.values[layer, head] == pytest.approx(gap, abs=2e-3)
-    both = lm.patch(CLEAN, CORRUPTED, **options, heads=[1, 4], sweep=["layer"])
+    pair = lm.patch(CLEAN, CORRUPTED, **options, heads=[1, 4], sweep=["layer"])
     clean = hooked.read(CLEAN, "head_out", 2)
     gap = hooked.gap(CORRUPTED, {("head_out", 2): head_change({1: clean, 4: clean})})
-    assert both.values[2] == pytest.approx(gap, abs=2e-3)
+    assert pair.values[2] == pytest.approx(gap, abs=2e-3)
     single = lm.patch(CLEAN, CORRUPTED, **options, sweep=["layer", "position", "head"], layers=1)
     assert single.values.shape == (1, len(CLEAN), HEADS)
 

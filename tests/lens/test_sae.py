@@ -86,20 +86,20 @@ def test_gemma_scope(tmp_path: Path):
 def test_features_of_a_text(tiny_lm, tmp_path: Path):
     w = write_saelens(tmp_path, "standard")
     sae = load_sae(tmp_path)
-    found = features(tiny_lm, TOKENS, sae)
+    read = features(tiny_lm, TOKENS, sae)
     x = tiny_lm.activations(TOKENS, layers=1)["resid_post", 1]
     expected = expected_strengths("standard", w, x)
     for feature in range(SIZE):
-        np.testing.assert_allclose(found.strengths(feature), expected[:, feature], atol=1e-3)
-    for position, active in enumerate(found.active):
+        np.testing.assert_allclose(read.strengths(feature), expected[:, feature], atol=1e-3)
+    for position, active in enumerate(read.active):
         assert len(active) == (expected[position] > 0).sum()
         strengths = [item.strength for item in active]
         assert strengths == sorted(strengths, reverse=True)
-    best = found.strongest(1)[0]
+    best = read.strongest(1)[0]
     assert best.strength == pytest.approx(float(expected.max()), abs=1e-3)
     assert all(len(active) <= 2 for active in features(tiny_lm, TOKENS, sae, top=2).active)
-    json.dumps(found.to_dict())
-    assert "active features" in found._repr_html_()
+    json.dumps(read.to_dict())
+    assert "active features" in read._repr_html_()
 
 
 @pytest.mark.parametrize("architecture", ["standard", "jumprelu", "gated"])

@@ -59,21 +59,21 @@ def test_pca_finds_the_direction_of_the_pairs_and_its_sign():
 
 
 def test_arithmetic():
-    one, other = vector_of(), vector_of(layers=(2, 3))
-    total = one + 2 * other
+    first, other = vector_of(), vector_of(layers=(2, 3))
+    total = first + 2 * other
     assert total.layers == (1, 2, 3)
     np.testing.assert_allclose(
-        total.directions[2], one.directions[2] + 2 * other.directions[2], rtol=1e-6
+        total.directions[2], first.directions[2] + 2 * other.directions[2], rtol=1e-6
     )
-    np.testing.assert_array_equal((one - one).directions[1], np.zeros(48))
-    np.testing.assert_allclose((-one / 2).directions[1], -one.directions[1] / 2)
-    assert one.at(2).layers == (2,) and one.norms[1] == pytest.approx(
-        float(np.linalg.norm(one.directions[1]))
+    np.testing.assert_array_equal((first - first).directions[1], np.zeros(48))
+    np.testing.assert_allclose((-first / 2).directions[1], -first.directions[1] / 2)
+    assert first.at(2).layers == (2,) and first.norms[1] == pytest.approx(
+        float(np.linalg.norm(first.directions[1]))
     )
     with pytest.raises(SettingsError, match="no direction for layer 3"):
-        one.at([2, 3])
+        first.at([2, 3])
     with pytest.raises(SettingsError, match="widths 48 and 16"):
-        one + vector_of(width=16)
+        first + vector_of(width=16)
 
 
 # -- files

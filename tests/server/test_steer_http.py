@@ -17,9 +17,9 @@ OPTIONS = {"max_tokens": 8, "seed": 5, "temperature": 0.9, "top_k": 0}
 @pytest.fixture(scope="module")
 def vector(lm: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     values = 4 * np.random.default_rng(1).standard_normal(lm.config.width)
-    made = SteeringVector({1: values}, name="odd")
-    made.save(tmp_path_factory.mktemp("vectors") / "odd.gguf")
-    return made
+    saved = SteeringVector({1: values}, name="odd")
+    saved.save(tmp_path_factory.mktemp("vectors") / "odd.gguf")
+    return saved
 
 
 @pytest.fixture(scope="module", autouse=True)

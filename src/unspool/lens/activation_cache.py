@@ -175,8 +175,8 @@ class Reading:
                 if not numbers:
                     raise SettingsError(f"no layer of this model has {site}")
                 if layers is not None:
-                    asked = check_layers(config.layers, layers)
-                    numbers = {check_layer(config, site, n) for n in asked}
+                    requested = check_layers(config.layers, layers)
+                    numbers = {check_layer(config, site, n) for n in requested}
             selected[site] = (selected.get(site) or set()) | numbers
         return cls(
             tuple(selected),
