@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 from unspool.backends.interventions import (
     BranchInterventions,
     Intervention,
+    as_interventions,
     check_interventions,
+    resolve,
 )
 from unspool.backends.placement import check_torch
 from unspool.backends.step import LoadedModel
@@ -494,16 +496,26 @@ class Session:
 
     # -- scoring ----------------------------------------------------------------------------
 
-    def score(self, text: Prompt, *, top: int = 0, adapter: str | None = None) -> Score:
+    def score(
+        self,
+        text: Prompt,
+        *,
+        top: int = 0,
+        adapter: str | None = None,
+        interventions: Intervention | Sequence[Intervention | Mapping[str, Any]] | None = None,
+    ) -> Score:
         """Return the log-probability of each token of a text given those before it.
 
-        With `top`, also the most likely candidates at each position.
+        With `top`, also the most likely candidates at each position. With `interventions`, those
+        of the steered model; the whole text counts as a prompt.
         """
         check_int("top", top)
         ids = self.prompt_ids(text)
         # The start token that the tokenizer adds is read but not scored.
         lead = isinstance(text, str) and self.tokenizer.add_bos
-        with self.open_branch(ids[:1], adapter) as branch:
+        steering = as_interventions(interventions)
+        self.check_interventions(steering)
+        with self.open_branch(ids[:1], adapter, resolve(steering, len(ids))) as branch:
             return score_tokens(
                 self.engine, branch, ids, top=top, lead=int(lead), readable=self.readable
             )

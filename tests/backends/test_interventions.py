@@ -144,9 +144,9 @@ def test_torch_does_what_hooks_on_transformers_do(oracle: Any):
 
             layers = None if site in ("embedding", *OUTPUT_SITES) else layer
             steered = Intervention(site, op, layers, slice(first, None))
-            ours, _ = run(backend, [21], [(steered,)])
+            actual, _ = run(backend, [21], [(steered,)])
             expected = hooked.logits(tokens, site, layer, change)
-            assert difference(ours, expected) < CLOSE * max(1, np.abs(expected).max()), (site, op)
+            assert difference(actual, expected) < CLOSE * max(1, np.abs(expected).max()), (site, op)
 
 
 def test_pattern_and_functions(tmp_path: Path):
@@ -243,15 +243,15 @@ def test_native_equals_torch_at_every_site(name: str, tmp_path: Path):
             tokens=np.arange(1, 40, 3), sites=every, residuals=np.arange(4, 30), parts=np.arange(9)
         )
         results = [run(b, [20, 1, 19], steered, look=look) for b in (reference, backend)]
-        (expected, inside), (logits, seen) = results
+        (expected, inside), (logits, observations) = results
         size = max(1.0, float(np.abs(expected).max()))
         assert difference(logits, expected) < CLOSE * size, (site, layer)
-        assert difference(seen.residuals, inside.residuals) < CLOSE * 10
-        assert difference(seen.parts, inside.parts) < CLOSE * 10
-        assert seen.sites.keys() == inside.sites.keys() == set(sites)
+        assert difference(observations.residuals, inside.residuals) < CLOSE * 10
+        assert difference(observations.parts, inside.parts) < CLOSE * 10
+        assert observations.sites.keys() == inside.sites.keys() == set(sites)
         for key, values in inside.sites.items():
             bound = CLOSE * max(5.0, float(np.abs(values).max()))
-            assert difference(seen.sites[key], values) < bound, (site, layer, key)
+            assert difference(observations.sites[key], values) < bound, (site, layer, key)
 
 
 @needs_native
@@ -269,8 +269,8 @@ def test_readings_are_the_values_of_the_run(tmp_path: Path):
         values = inside.sites[site, layer][None, 3:9]
         layers = None if site in ("embedding", *OUTPUT_SITES) else layer
         unchanged = Intervention(site, Replace(values), layers, range(3, 9))
-        again, seen = run(backend, [20], [(unchanged,)], look=look)
-        assert np.array_equal(seen.sites[site, layer], inside.sites[site, layer])
+        again, observations = run(backend, [20], [(unchanged,)], look=look)
+        assert np.array_equal(observations.sites[site, layer], inside.sites[site, layer])
         assert difference(again, plain) < 1e-4
         if site not in ("attn_out", "mlp_out"):  # the difference of two sums is rounded
             assert np.array_equal(again, plain), site

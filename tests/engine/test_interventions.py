@@ -191,8 +191,8 @@ def test_an_endless_text_keeps_its_positions():
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_request_that_fails_harms_nobody(overlaps: bool):
     engine = engine_of(overlaps=overlaps)
-    one = request([1, 2, 3], 12, interventions=(CHOICES[0],))
-    stream = engine.submit(one)
+    cancelled = request([1, 2, 3], 12, interventions=(CHOICES[0],))
+    stream = engine.submit(cancelled)
     next(stream)
     stream.close()
     other = request([1, 2, 3], 12)

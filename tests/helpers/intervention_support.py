@@ -137,17 +137,17 @@ class HookedModel:
         if site == "resid_post":
             return [block.register_forward_hook(after)]
         if site == "resid_mid":
-            seen: list[torch.Tensor] = []
+            layer_input: list[torch.Tensor] = []
 
             def remember(module: Any, inputs: Any, options: Any) -> None:
-                seen[:] = [inputs[0] if inputs else options["hidden_states"]]
+                layer_input[:] = [inputs[0] if inputs else options["hidden_states"]]
 
             def around(module: Any, inputs: Any, output: Any) -> Any:
-                return after(module, inputs, output) if not seen else shifted(output)
+                return after(module, inputs, output) if not layer_input else shifted(output)
 
             def shifted(output: Any) -> Any:
                 out = output[0] if isinstance(output, tuple) else output
-                new = change(seen[0] + out) - seen[0]
+                new = change(layer_input[0] + out) - layer_input[0]
                 return (new, *output[1:]) if isinstance(output, tuple) else new
 
             return [

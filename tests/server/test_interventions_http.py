@@ -55,15 +55,15 @@ def test_branches_keep_them(tree: Tree, lm: Any, steering: list[dict[str, Any]])
     plain = lm.generate(PROMPT, max_tokens=12, **SAMPLING)
     branch = tree.new(max_tokens=6, interventions=steering)
     (first, second) = branch["settings"]["interventions"]
-    assert first["op"]["vector"] == {"shape": [lm.config.width]} and second["site"] == "mlp_out"
+    assert first == steering[0] and second["site"] == "mlp_out"
     tree.do("resume", branch)
     fork = tree.ask("POST", f"/{branch['id']}/fork", json={})
     for item in (branch, fork):
         assert tokens(tree.do("resume", item)) == alone.tokens
     at = len(alone.prompt) + 3
-    seen = tree.see(branch, "look", at=at, include="vectors")
+    look = tree.see(branch, "look", at=at, include="vectors")
     expected = lm.look(alone, position=at)
-    assert seen["norms"] == pytest.approx(expected.norms.tolist(), abs=1e-3)
+    assert look["norms"] == pytest.approx(expected.norms.tolist(), abs=1e-3)
     best = tree.see(branch, "alternatives", at=3, top=1)["candidates"][0]
     assert best["logprob"] == pytest.approx(alone.alternatives(3, 1)[0].logprob, abs=1e-4)
     # Without them from here on.

@@ -36,7 +36,7 @@ def test_a_session_has_its_branches_and_a_view(library: Tree):
     assert complete["branches"][1]["parent"] == branch["id"]
     named = library.ask("PATCH", f"/sessions/{session['id']}", json={"title": "Storm"})
     assert named["title"] == "Storm" and named["tags"] == ["sea"]
-    large = {"view": {"x": "y" * (256 << 10)}}
+    large = {"view": {"x": "y" * (2 << 20)}}
     library.ask("PATCH", f"/sessions/{session['id']}", 400, json=large)
     assert library.ask("GET", f"/sessions/{session['id']}")["view"] == {"a": [1]}
     library.ask("POST", "", 404, json={"prompt": "a", "session": "session-none"})

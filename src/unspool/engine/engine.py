@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from unspool import __version__
-from unspool.backends.interventions import BranchInterventions, check_readable
+from unspool.backends.interventions import BranchInterventions, check_readable, check_supported
 from unspool.backends.step import Backend, Logits, Observations
 from unspool.engine.loop import Loop, concat_logits
 from unspool.engine.page_files import PageFiles, StoredPages, page_access, read_computed
-from unspool.engine.request import ReadingDrafter, Request
+from unspool.engine.request import ReadingDrafter, Request, insert_tokens
 from unspool.engine.results import StepQueue, StepStream
 from unspool.engine.scheduler import EngineTask, Scheduler
 from unspool.engine.sequence import Sequence as RunningSequence
@@ -206,6 +206,8 @@ class Engine:
     ) -> Branch:
         """Open a branch; cached pages of its tokens are used."""
         self._check_length(len(tokens))
+        for intervention in () if interventions is None else interventions.interventions:
+            check_supported(intervention.site, self.backend.sites)
         current_scope().check()
         self._restore_pages(tokens, adapter)
         number = self.adapters.number
@@ -389,18 +391,21 @@ class Engine:
         self.check_head()
         self.loop.check_caller(allow_commands=True)  # the reader of the steps would wait for itself
         limits = request.limits
-        length = len(request.prompt)
+        length = len(request.prompt) + request.num_inserted
         scope = current_scope()
         scope.check()
         self.scheduler.check_fits(min(length + limits.room(length), limits.context))
         self.adapters.number(request.adapter)  # raises for an unknown name
+        for intervention in request.interventions:
+            check_supported(intervention.site, self.backend.sites)
         if len(self._waiting) >= self.max_waiting:
             raise BusyError(
                 f"{len(self._waiting)} requests are waiting, which is the limit; try again later"
             )
         if limits.endless is None and request.cached:
             written = [step.token for step in request.written]
-            self._restore_pages([*request.prompt, *written], request.adapter)
+            tokens = insert_tokens([*request.prompt, *written], request.inserts)
+            self._restore_pages(tokens, request.adapter)
         TextStream(limits.stop)  # compiled here: the engine's thread finds it in a cache
         drafter = request.drafter
         if callable(drafter):
@@ -409,6 +414,11 @@ class Engine:
             raise SettingsError(
                 "a drafting head cannot follow a text beyond the context; leave endless out, or "
                 "use another drafter: speculate='lookup'"
+            )
+        if request.inserts and (limits.endless is not None or isinstance(drafter, ReadingDrafter)):
+            raise SettingsError(
+                "a memory, an author's note or a lorebook cannot be used together with endless or "
+                "a drafting head; leave one out"
             )
         queue, loop, sequences = StepQueue(), self.loop, list[RunningSequence]()
 

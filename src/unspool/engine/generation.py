@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, Unpack
 
 from unspool.backends.interventions import BranchInterventions
-from unspool.engine.request import Options, Request
+from unspool.engine.request import Options, Request, insert_tokens
 from unspool.engine.results import Candidate, Step, StepStream, Usage, brief
 from unspool.errors import SettingsError, UnspoolError, check_int, count
 from unspool.sampling.settings import SamplingSettings
@@ -109,12 +109,12 @@ class Generation:
 
     def choose(self, token: str | int | Sequence[int]) -> Generation:
         """Append a token id, several, or text of your own."""
+        request = self.request
         steps = self._writer().chosen_steps(
-            [*self.prompt, *self.tokens],
-            token,
-            self.request.adapter,
-            self.request.branch_interventions(),
+            self.context_tokens(), token, request.adapter, request.branch_interventions()
         )
+        shift = request.num_inserted
+        steps = [replace(step, position=step.position - shift) for step in steps]
         forked = self.fork()
         forked.steps = _redecode(forked.steps + steps, TextStream(), is_complete=True)
         if self.request.thinking is not None:
@@ -162,11 +162,14 @@ class Generation:
         return kept
 
     def rescored(self, first: int, last: int) -> list[Step]:
-        """Return the steps from `first` to before `last` with the model's scores."""
+        """Return the steps from `first` to before `last` with the model's scores, or to the next
+        place where the model reads something that is not in the text."""
+        starts = (insert.at - len(self.prompt) for insert in self.request.inserts)
+        last = min([last, *(at for at in starts if at > first)])
         part = self.steps[first:last]
         if not part:
             return []
-        before = [*self.prompt, *(step.token for step in self.steps[:first])]
+        before = self.context_tokens(first)
         tokens = [step.token for step in part]
         interventions = self.request.branch_interventions()
         scores = self._writer().chosen_steps(before, tokens, self.request.adapter, interventions)
@@ -210,9 +213,14 @@ class Generation:
         check_int("top", top)
         if not 0 <= index <= len(self.steps):
             raise SettingsError(f"index must be from 0 to {len(self.steps)}, got {index}")
-        tokens = [*self.prompt, *self.tokens[:index]]
+        tokens = self.context_tokens(index)
         request = self.request
         return self._writer().choices(tokens, top, request.adapter, request.branch_interventions())
+
+    def context_tokens(self, length: int | None = None) -> list[int]:
+        """Return what the model reads before the new token `length`, by default after all."""
+        tokens = [*self.prompt, *(step.token for step in self.steps[:length])]
+        return insert_tokens(tokens, self.request.inserts)
 
     def _writer(self) -> GenerationModel:
         if self.source is None:
@@ -360,7 +368,7 @@ def check_generation(value: object) -> None:
 
 def why_full(request: Request, num_written: int) -> str | None:
     """Return the finish reason if a request allows no token after `num_written`; else None."""
-    if num_written < request.limits.room(len(request.prompt)):
+    if num_written < request.visible_limits.room(len(request.prompt)):
         return None
     return "length" if num_written >= request.limits.max_tokens else "context"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import EllipsisType
 from typing import Annotated, Any, Protocol, TypedDict, TypeVar, get_type_hints, runtime_checkable
 
@@ -235,6 +235,26 @@ class ReadingDrafter(Protocol):
         earlier ones from there on are outdated."""
 
 
+@dataclass(frozen=True, slots=True)
+class Insert:
+    """Tokens that the model reads before a position of a text, and that are not in the text."""
+
+    at: int
+    ids: tuple[int, ...]
+
+
+def insert_tokens(tokens: Sequence[int], inserts: Sequence[Insert]) -> list[int]:
+    """Return what the model reads of a text: its tokens, and the inserts up to its end."""
+    visible, start = list[int](), 0
+    for insert in inserts:  # in ascending order
+        if insert.at > len(tokens):
+            break
+        visible += tokens[start : insert.at]
+        visible += insert.ids
+        start = insert.at
+    return [*visible, *tokens[start:]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One text to generate, with all options checked."""
@@ -251,16 +271,27 @@ class Request:
     adapter: str | None = None  # name of the LoRA adapter
     cached: bool = True  # False: the whole text is computed again for every token
     interventions: tuple[Intervention, ...] = ()  # changes inside the model
+    # What the model reads besides prompt and text, such as an author's note; in ascending order.
+    inserts: tuple[Insert, ...] = ()
 
     def branch_interventions(self, length: int = 0) -> BranchInterventions | None:
         """Return the interventions of the branch that computes the text; `length`: of the text so
-        far, which may have outgrown the context."""
+        far, which may have outgrown the context. Positions count what the model reads."""
         if not self.interventions:
             return None
-        kept = self.limits.endless or 0
-        return resolve(
-            self.interventions, len(self.prompt), kept, self.limits.num_truncated(length)
-        )
+        kept, prompt = self.limits.endless or 0, insert_tokens(self.prompt, self.inserts)
+        return resolve(self.interventions, len(prompt), kept, self.limits.num_truncated(length))
+
+    @property
+    def num_inserted(self) -> int:
+        """Tokens that the model reads and that are not in the text."""
+        return sum(len(insert.ids) for insert in self.inserts)
+
+    @property
+    def visible_limits(self) -> Limits:
+        """The limits of the text alone: the inserts take their part of the context."""
+        limits, count = self.limits, self.num_inserted
+        return replace(limits, context=limits.context - count) if count else limits
 
     def __repr__(self) -> str:
         return f"<Request {count(len(self.prompt), 'token')}, {self.settings!r}>"

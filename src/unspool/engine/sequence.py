@@ -28,7 +28,14 @@ import numpy as np
 from unspool.backends.step import Logits
 from unspool.engine.constraints import RewindPoint, TextConstraints
 from unspool.engine.drafting import DraftContext, SequenceDrafter, add_side_rows
-from unspool.engine.request import Drafter, Limits, Request, StopChecker, truncation_note
+from unspool.engine.request import (
+    Drafter,
+    Limits,
+    Request,
+    StopChecker,
+    insert_tokens,
+    truncation_note,
+)
 from unspool.engine.results import Step, StepQueue, explained_step, plain_step
 from unspool.engine.scheduler import EngineTask, Scheduler
 from unspool.engine.states import message_ends
@@ -72,8 +79,8 @@ class Sequence(EngineTask):
 
     __slots__ = (
         "constraints", "drafting", "finished", "history", "last_step_at", "length",
-        "prompt_length", "queue", "request", "sampler_state", "scheduler", "stop_checker",
-        "token_bytes", "truncation",
+        "num_inserted", "prompt_length", "queue", "request", "sampler_state", "scheduler",
+        "stop_checker", "token_bytes", "truncation",
     )  # fmt: skip
 
     def __init__(
@@ -86,10 +93,10 @@ class Sequence(EngineTask):
         drafter: Drafter | None,
         adapter: int = 0,
     ) -> None:
-        limits = request.limits
+        limits = request.visible_limits
         self.scheduler, self.token_bytes = scheduler, token_bytes
         self.request, self.queue = request, queue
-        self.prompt_length = len(request.prompt)
+        self.prompt_length, self.num_inserted = len(request.prompt), request.num_inserted
         tokens = [*request.prompt, *(step.token for step in request.written)]
         self.length = len(tokens)
         max_length = self.prompt_length + limits.room(self.prompt_length)
@@ -113,7 +120,7 @@ class Sequence(EngineTask):
             self.truncation = ContextTruncation(limits, self.length)
         for step in request.written:
             self._read(step)
-        visible = limits.visible_tokens(tokens)
+        visible = insert_tokens(limits.visible_tokens(tokens), request.inserts)
         branch = scheduler.tree.open(
             visible,
             cached=request.cached,
@@ -168,8 +175,9 @@ class Sequence(EngineTask):
 
     @property
     def num_dropped(self) -> int:
-        """Tokens of the text that are not in the branch because they outgrew the context."""
-        return 0 if self.truncation is None else self.truncation.num_dropped
+        """Tokens of the text that are not in the branch because they outgrew the context, less
+        the inserts, which are in the branch and not in the text."""
+        return -self.num_inserted if self.truncation is None else self.truncation.num_dropped
 
     @property
     def samples_on_host(self) -> bool:
@@ -184,11 +192,19 @@ class Sequence(EngineTask):
         return self.drafting.first_needed(self.history[: self.length], first)
 
     def find_state_marks(self, page_size: int) -> Collection[int]:
-        prompt = () if self.num_dropped else self.request.prompt
-        return {self.branch.length - 1, *message_ends(prompt, self.request.limits.end_ids)}
+        inserts = self.request.inserts
+        prompt = () if self.num_dropped > 0 else insert_tokens(self.request.prompt, inserts)
+        before, marks = 0, set[int]()
+        for insert in inserts:  # another insert there leaves what is before it
+            marks.add(insert.at + before)
+            before += len(insert.ids)
+        ends = message_ends(prompt, self.request.limits.end_ids)
+        return {self.branch.length - 1, *marks, *ends} - {0}
 
     def report_progress(self) -> None:
-        self.queue.report_prompt(min(self.branch.num_computed, self.prompt_length))
+        self.queue.report_prompt(
+            min(self.branch.num_computed, self.prompt_length + self.num_inserted)
+        )
 
     def complete(self) -> None:
         """Take the tokens that the backend sampled: one, and as many draft tokens as match."""
@@ -406,7 +422,8 @@ class Sequence(EngineTask):
         self.length = self.prompt_length + num_written
         if point is None:
             self.sampler_state = None
-            self.stop_checker = StopChecker(self.request.limits, self.prompt_length)
+            limits = self.request.visible_limits
+            self.stop_checker = StopChecker(limits, self.prompt_length)
         else:
             self.sampler_state = point.sampler_state
             self.stop_checker = point.stop_checker.copy()

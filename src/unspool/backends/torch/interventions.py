@@ -51,9 +51,9 @@ def apply_op(op: Op, x: Tensor, arrays: dict[str, Tensor]) -> Tensor:
 def _checked(op: Function, x: Tensor) -> Tensor:
     out = op.function(x.clone())
     if not isinstance(out, Tensor) or out.shape != x.shape:
-        got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        actual = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise UnspoolError(
-            f"the function of an intervention must return a tensor {list(x.shape)}, got {got}"
+            f"the function of an intervention must return a tensor {list(x.shape)}, got {actual}"
         )
     return out.to(x)
 
@@ -124,16 +124,16 @@ class SiteHooks:
         if step is None:
             return
         config = self._model.config
-        spans = step.spans[np.argsort(step.spans[:, 2], kind="stable")]
-        for first, end, number, offset in spans.tolist():
-            intervention = step.table[number]
-            tokens = np.arange(first, end)
-            if intervention.site in OUTPUT_SITES:
-                is_touched = (self.outputs >= first) & (self.outputs < end)
-                tokens = self.outputs[is_touched]
-            at = tokens - first + offset
-            if intervention.site in OUTPUT_SITES:
-                tokens = np.flatnonzero(is_touched)
+        starts, numbers, offsets = step.by_token(len(batch.tokens))
+        all_tokens = np.repeat(np.arange(len(batch.tokens)), np.diff(starts))
+        for number, intervention in enumerate(step.table):
+            is_touched = numbers == number
+            tokens, at = all_tokens[is_touched], offsets[is_touched]
+            if intervention.site in OUTPUT_SITES:  # the rows of the outputs instead
+                offset_of = dict(zip(tokens.tolist(), at.tolist(), strict=True))
+                rows = [n for n, token in enumerate(self.outputs.tolist()) if token in offset_of]
+                at = np.array([offset_of[int(self.outputs[n])] for n in rows], np.int64)
+                tokens = np.array(rows, np.int64)
             if not len(tokens):
                 continue
             for index, layer in intervention.resolve_layers(config):

@@ -509,7 +509,7 @@ def _better_word(search: Search, node: SearchNode, tokens: list[int], index: int
     lm = lm.adapted(request.adapter) if request.adapter else lm
     before = [*request.prompt, *tokens[:index]]
     search.budget.reserve("judged", WORD_COST)
-    likely = lm.choices(before, 4 * _CANDIDATES)
+    likely = lm.choices(before, 4 * _CANDIDATES, interventions=request.branch_interventions())
     others = [c.token for c in likely if _WORD.fullmatch(c.text) and c.token != tokens[index]]
     words = [tokens[index], *others[: _CANDIDATES - 1]]
     suffix = tokens[index + 1 : index + _REACH]

@@ -4,6 +4,7 @@ import { api, ApiError } from "./api.js";
 import { requestSettings } from "./settings.js";
 import { adopt, changed, currentBranch, on, promptLength, reparent, state } from "./state.js";
 import { loadHistory, placeOf, pushGeneration, pushUndo } from "./write/history.js";
+import { loadParts, partsBody } from "./write/parts.js";
 
 export { canRedo, canUndo, pushUndo, redo, redoLabel, undo, undoLabel } from "./write/history.js";
 
@@ -110,7 +111,7 @@ async function writeFrom(prompt) {
   await pauseWriting();
   await attempt(async () => {
     const settings = { ...requestSettings(), seed: state.settings.seed ?? null };
-    const body = { model: state.model, top: CANDIDATES, ...settings, ...prompt };
+    const body = { model: state.model, top: CANDIDATES, ...settings, ...partsBody(), ...prompt };
     const created = await createInSession(body);
     const before = placeOf(currentBranch());
     const branch = adopt(created);
@@ -141,6 +142,7 @@ export async function newText() {
   await pauseWriting();
   openView("write");
   loadHistory(null);
+  loadParts(null);
   for (const [id, branch] of state.branches) if (branch.session) state.branches.delete(id);
   state.session = null;
   state.isFirstVisit = false;
@@ -253,7 +255,7 @@ async function streamInto(branch, n = null) {
   changed("writing");
   try {
     const body = {
-      ...settings, stream: true, max_tokens: most, top: CANDIDATES,
+      ...settings, ...partsBody(), stream: true, max_tokens: most, top: CANDIDATES,
       ...(state.speed ? { pace: state.speed } : {}),
     };
     for await (const { event, data } of api.resume(branch.id, body, { signal: control.signal })) {

@@ -35,5 +35,6 @@ export const PANELS = [
   { name: "step", tab: "token", title: "Sampling", file: "./step/panel.js", component: "StepPanel" },
   { name: "inside", tab: "token", title: "Inside the model", file: "./inside/panel.js", component: "InsidePanel" },
   { name: "branches", tab: "branches", title: "Branches", file: "./map/panel.js", component: "MapPanel" },
+  { name: "context", tab: "context", title: "Context", file: "./write/context.js", component: "ContextPanel" },
   { name: "settings", tab: "settings", title: "Settings", file: "./write/side.js", component: "SettingsPanel" },
 ];

@@ -19,6 +19,7 @@ from unspool.server.runtime.texts import finite, step_json
 from unspool.server.runtime.threads import in_thread
 from unspool.server.tree.branches import MessageSpan, TreeBranch, TreePrompt
 from unspool.server.tree.library import Branches, UserBranches
+from unspool.server.tree.parts import NAMES as PART_NAMES
 from unspool.server.tree.prompt import DEFAULT_TOKENS
 from unspool.server.tree.storage import TreeStorage
 from unspool.server.tree.turns import find_turns
@@ -116,9 +117,12 @@ def settings_json(branch: TreeBranch) -> dict[str, Any]:
         trace=request.limits.explain,
         max_tokens=DEFAULT_TOKENS if branch.max_tokens is None else branch.max_tokens,
         priority=request.priority,
-        interventions=[intervention.summary() for intervention in request.interventions],
+        interventions=[intervention.to_dict() for intervention in request.interventions],
     )
-    return {**values, **branch.extra_settings.values}
+    values |= branch.extra_settings.values
+    for name in PART_NAMES:  # they may be long; `context` shows them
+        values.pop(name, None)
+    return values
 
 
 def sampling_json(settings: SamplingSettings) -> dict[str, Any]:

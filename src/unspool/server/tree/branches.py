@@ -21,7 +21,6 @@ from unspool.engine.generation import Generation
 from unspool.engine.results import Step
 from unspool.server.http.errors import ApiError, bad_request
 from unspool.server.http.replies import to_json
-from unspool.session import Session
 from unspool.text.tokenizer.pieces import readable
 from unspool.text.tokenizer.stream import TextStream
 
@@ -274,17 +273,6 @@ class TreeBranch:
                 f"{name} must be within the {length} steps of the branch, got {at}", name
             )
         return at if at >= 0 else length + at
-
-    def attach(self, copy: Generation, lm: Session) -> Generation:
-        """A copy of the text as one that the model can resume. Slow after a restart, if there is
-        a grammar: run it on a thread."""
-        if not self.is_detached:
-            return replace(copy, source=lm)
-        values = self.extra_settings.values
-        names = ("guard", "speculate", "think_budget", "regex", "grammar", "choice", "json_schema")
-        options = {name: values.get(name) for name in names if values.get(name) is not None}
-        options |= {"thoughts": self.prompt.messages is not None, "adapter": lm.adapter}
-        return lm.reattach(copy, **options)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -39,6 +39,7 @@ from unspool.server.runtime.threads import Worker
 from unspool.server.tree.branch_json import branches_of, reply, router
 from unspool.server.tree.branches import TreeBranch, TreePrompt, fork_branch
 from unspool.server.tree.edit_text import score_parts
+from unspool.server.tree.parts import attach
 from unspool.server.tree.prompt import Name, Place
 
 # -- A branch as plain text for infill and revision, and the steps of each part of it
@@ -210,7 +211,7 @@ async def replace_parts(identity: str, body: ReplaceRequest, request: Request) -
     with nullcontext() if body.fork else branch.locked():
         copy = branch.generation.fork()  # the branch may be running
         async with state_of(request).call(request, branch.model) as call:
-            draft = await call.compute(branch.attach, copy, call.served.lm)
+            draft = await call.compute(attach, branch, copy, call.served.lm)
             changed: Generation = await call.compute(_replace_parts, call, draft, changes)
         if body.fork:
             branch = fork_branch(branch, changed, at, body.name)

@@ -25,6 +25,7 @@ from unspool.server.runtime.texts import finite
 from unspool.server.runtime.threads import Worker
 from unspool.server.tree.branch_json import branches_of, reply, router
 from unspool.server.tree.branches import MessageSpan, TreeBranch, TreePrompt, fork_branch
+from unspool.server.tree.parts import attach, with_parts
 from unspool.server.tree.prompt import Name, Place, chat_tree_prompt
 from unspool.server.tree.turns import find_turns
 from unspool.session import Session
@@ -76,9 +77,9 @@ async def edit_span(identity: str, body: EditRequest, request: Request) -> Respo
     with nullcontext() if body.fork else branch.locked():
         copy = branch.generation.fork()  # the branch may be running
         async with state_of(request).call(request, branch.model) as call:
-            draft = await call.compute(branch.attach, copy, call.served.lm)
+            draft = await call.compute(attach, branch, copy, call.served.lm)
             edited: EditedText = await call.compute(
-                edit_text, call, branch.prompt, draft, first, last, body
+                edit_text, call, branch, draft, first, last, body
             )
         is_new_prompt = edited.prompt is not branch.prompt
         since = edited.since
@@ -100,10 +101,11 @@ def _position(at: int, length: int, name: str) -> int:
 
 
 def edit_text(
-    call: Call, prompt: TreePrompt, draft: Generation, first: int, last: int, body: EditRequest
+    call: Call, branch: TreeBranch, draft: Generation, first: int, last: int, body: EditRequest
 ) -> EditedText:
     """Compute an edit. Slow: run it on a thread."""
     lm: Session = call.served.lm
+    prompt = branch.prompt
     call.check_text(body.text)
     num_prompt, text, drops = len(prompt.ids), body.text, body.after == "drop"
     new_prompt, changes = prompt, list[tuple[int, int, list[int]]]()
@@ -125,6 +127,7 @@ def edit_text(
     lm.prompt_ids([*new_prompt.ids, *generation.tokens])
     if generation.request.thinking is not None and ids is not None:
         generation.request = replace(generation.request, thinking=lm.thinking(ids))
+    generation = with_parts(lm, new_prompt, generation, branch.extra_settings.values)
     if body.score:
         parts = score_parts(generation, since)
         generation.steps[since:] = [step for _, steps in parts for step in steps]
@@ -289,11 +292,11 @@ def _splice(
 async def score_steps(identity: str, body: ScoreStepsRequest, request: Request) -> Response:
     """With `stream`, event `scores` has `first` and the `logprob`, `rank` and `entropy` of steps
     from there on, in parts. If the branch changes meanwhile, the rest is not scored."""
-    branch = branches_of(request).get(identity)
-    draft = branch.generation.fork()
-    since = next((n for n, step in enumerate(draft.steps) if not step.is_scored), len(draft.steps))
+    branch = await branches_of(request).open(identity)
+    copy = branch.generation.fork()
+    since = next((n for n, step in enumerate(copy.steps) if not step.is_scored), len(copy.steps))
     call = await state_of(request).enter(request, branch.model)
-    draft.source = call.served.lm
+    draft: Generation = await call.compute(attach, branch, copy, call.served.lm)
     parts = await call.hold(Worker(score_parts(draft, since), call.run))
     if body.stream:
         return call.stream(writer_from(_score_events(branch, parts)), error_event)

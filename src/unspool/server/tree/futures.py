@@ -16,6 +16,7 @@ from unspool.server.runtime.state import Call, state_of
 from unspool.server.runtime.threads import Worker
 from unspool.server.tree.branch_json import branches_of, router
 from unspool.server.tree.branches import TreeBranch
+from unspool.server.tree.parts import attach
 from unspool.server.tree.prompt import Place
 
 MAX_NODES = 2000
@@ -59,7 +60,7 @@ async def futures(identity: str, body: FuturesRequest, request: Request) -> Resp
 
 def _growth(call: Call, branch: TreeBranch, at: int, body: FuturesRequest) -> FutureGrowth:
     copy = branch.generation.rewind(at)  # the branch may be running
-    draft = branch.attach(copy, call.served.lm)
+    draft = attach(branch, copy, call.served.lm)
     options = body.model_dump(exclude={"at", "stream", "nodes"})
     return FutureGrowth(call.served.lm, draft, nodes=body.nodes + 1, **options)
 

@@ -26,6 +26,7 @@ from unspool.server.http.replies import JsonReply
 from unspool.server.runtime.state import state_of
 from unspool.server.runtime.texts import finite, step_json
 from unspool.server.tree.branch_json import branches_of, router, sampling_json
+from unspool.server.tree.parts import attach
 from unspool.server.tree.prompt import Place, WriteOptions
 from unspool.session import Session
 
@@ -50,15 +51,16 @@ async def alternatives_at(
     T, the logarithm of the sum of exp(logprob / T) over them."""
     branch = await branches_of(request).open(identity)
     at = branch.step_index(at, "at")
-    ids = [*branch.prompt.ids, *branch.generation.tokens[:at]]
+    copy, position = branch.generation.rewind(at), len(branch.prompt.ids) + at
     picked = branch.steps[at].token if at < len(branch.steps) else None
     head = {"object": "tree.alternatives", "branch": identity, "at": at}
     settings = sampling_json(branch.generation.settings)
     async with state_of(request).call(request, branch.model) as call:
-        interventions = branch.generation.request.branch_interventions()
         lm = call.served.lm
-        result = await call.compute(alternatives, lm, ids, picked, top, interventions)
-    return JsonReply({**head, **result, "settings": settings})
+        draft: Generation = await call.compute(attach, branch, copy, lm)
+        tokens, interventions = draft.context_tokens(), draft.request.branch_interventions()
+        result = await call.compute(alternatives, lm, tokens, picked, top, interventions)
+    return JsonReply({**head, "position": position, **result, "settings": settings})
 
 
 class LookOptions(BaseModel):
@@ -140,7 +142,6 @@ def alternatives(
     ]
     others = np.delete(to_numpy(log_softmax(logits))[0].astype(np.float64), ids)
     return {
-        "position": len(tokens),
         "entropy": max(0.0, float(scores.entropies[0])),
         "candidates": candidates,
         "picked": None
@@ -354,7 +355,7 @@ async def try_step(identity: str, body: TryRequest, request: Request) -> Respons
     copy = branch.generation.rewind(at)  # the branch may be running
     one_step = {"max_tokens": 1, "stop": (), "guard": None, "speculate": None, "explain": True}
     async with state_of(request).call(request, branch.model) as call:
-        draft = await call.compute(branch.attach, copy, call.served.lm)
+        draft = await call.compute(attach, branch, copy, call.served.lm)
         generation: Generation = await call.compute(draft.resume, **{**body.settings(), **one_step})
     step = generation.steps[at] if len(generation.steps) > at else None  # None: the context is full
     reply: dict[str, Any] = {"object": "tree.try", "branch": identity, "at": at}

@@ -25,6 +25,8 @@ from unspool.server.runtime.schema import (
 )
 from unspool.server.runtime.state import Call
 from unspool.server.tree.branches import ExtraSettings, MessageSpan, TreeBranch, TreePrompt
+from unspool.server.tree.parts import NAMES as PART_NAMES
+from unspool.server.tree.parts import ContextFields
 from unspool.text.chat.template import ChatPrompt
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
@@ -38,7 +40,7 @@ GRAMMARS = ("regex", "grammar", "choice", "json_schema")
 DEFAULT_TOKENS = 256  # most tokens of one resume
 
 
-class WriteOptions(Extension):
+class WriteOptions(ContextFields, Extension):
     """Settings of a branch. Every step is traced unless `trace` is false."""
 
     seed: Seed | None = Field(None, description="null: a new random one")
@@ -59,7 +61,8 @@ class WriteOptions(Extension):
 
     def settings(self) -> dict[str, Any]:
         """Options of `LanguageModel.stream` that the request sets; null means the default."""
-        return {_NAMES.get(name, name): self._setting(name) for name in sorted(self.setting_names)}
+        names = self.setting_names.difference(PART_NAMES)
+        return {_NAMES.get(name, name): self._setting(name) for name in sorted(names)}
 
     def _setting(self, name: str) -> Any:
         value = getattr(self, name)
@@ -96,8 +99,8 @@ class BookmarkItem(Strict):
     label: Name = ""
 
 
-class BranchUpdate(Strict):
-    """A new name, session or bookmarks, or a new pace for the running resume."""
+class BranchUpdate(ContextFields):
+    """A new name, session, bookmarks or context, or a new pace for the running resume."""
 
     name: Name | None = None
     bookmarks: list[BookmarkItem] | None = Field(None, max_length=1000)
@@ -204,13 +207,21 @@ def merged_settings(body: WriteOptions, before: ExtraSettings | None = None) -> 
     """The settings that no sampling stage reads; a new grammar replaces the old one."""
     names = body.setting_names
     if before is not None and not names & {*_EXTRA_SETTINGS}:
-        return before
+        return with_part_values(before, body)
     defaults = dict.fromkeys(_EXTRA_SETTINGS) | {"end": True, "cache": True}
     values = defaults if before is None else dict(before.values)
     if names & {*GRAMMARS}:
         values.update(dict.fromkeys(GRAMMARS))
     values.update({name: getattr(body, name) for name in _EXTRA_SETTINGS if name in names})
-    return ExtraSettings(values)
+    return with_part_values(ExtraSettings(values), body)
+
+
+def with_part_values(settings: ExtraSettings, body: ContextFields) -> ExtraSettings:
+    """The settings with the parts of the prompt that a request gives; null removes one."""
+    given = body.part_values()
+    values = {name: value for name, value in settings.values.items() if name not in given}
+    values.update((name, value) for name, value in given.items() if value)
+    return settings if values == settings.values else ExtraSettings(values)
 
 
 def _from_text(call: Call, prompt: str | list[int]) -> TreePrompt:

@@ -20,6 +20,7 @@ from unspool.server.http.errors import bad_request
 from unspool.server.http.replies import JsonReply
 from unspool.server.runtime.state import Call, state_of
 from unspool.server.tree import (  # noqa: F401  endpoints
+    context,
     edit,
     edit_text,
     futures,
@@ -29,6 +30,7 @@ from unspool.server.tree import (  # noqa: F401  endpoints
 )
 from unspool.server.tree.branch_json import branches_of, reply, router, summary
 from unspool.server.tree.branches import Bookmark, TreeBranch, fork_branch
+from unspool.server.tree.parts import attach
 from unspool.server.tree.prompt import (
     AppendRequest,
     BranchUpdate,
@@ -38,6 +40,7 @@ from unspool.server.tree.prompt import (
     RewindRequest,
     encode_turn,
     new_branch,
+    with_part_values,
 )
 from unspool.session import Session
 
@@ -77,7 +80,7 @@ async def get(
     return await reply(branch, since if steps else None, prompt=prompt)
 
 
-@router.patch("/{identity}", summary="Name or bookmark a branch, or change the pace of its resume")
+@router.patch("/{identity}", summary="Change name, bookmarks or context of a branch, or the pace")
 async def update(identity: str, body: BranchUpdate, request: Request) -> Response:
     branches = branches_of(request)
     branch = await branches.open(identity)
@@ -88,6 +91,9 @@ async def update(identity: str, body: BranchUpdate, request: Request) -> Respons
         name = body.name if "name" in body.model_fields_set else branch.name
         session = branch.session if body.session is None else branches.session(body.session).id
         await branches.store.update(branch, name=name, bookmarks=marks, session=session)
+    settings = with_part_values(branch.extra_settings, body)
+    if settings is not branch.extra_settings:
+        await branches.store.set_settings(branch, settings, branch.max_tokens)
     if "pace" in body.model_fields_set and branch.writing is not None:
         branch.writing.set_pace(body.pace)
     return await reply(branch, None)
@@ -113,7 +119,7 @@ async def append(identity: str, body: AppendRequest, request: Request) -> Respon
     with branch.locked():
         since = len(branch.steps)
         async with state_of(request).call(request, branch.model) as call:
-            draft = await call.compute(branch.attach, branch.generation.fork(), call.served.lm)
+            draft = await call.compute(attach, branch, branch.generation.fork(), call.served.lm)
             tokens = body.tokens
             if body.message is not None:
                 if tokens is not None:
@@ -157,7 +163,7 @@ async def choose(identity: str, body: ChooseRequest, request: Request) -> Respon
         tokens = None if body.token is None else [body.token]
         copy = branch.generation.rewind(at)  # the branch may be running
         async with state_of(request).call(request, branch.model) as call:
-            draft = await call.compute(branch.attach, copy, call.served.lm)
+            draft = await call.compute(attach, branch, copy, call.served.lm)
             changed = await call.compute(_append_scored, call, draft, body.text, tokens)
         if body.fork:
             branch = fork_branch(branch, changed, at, body.name)

@@ -19,7 +19,7 @@ from unspool.server.tree.branches import TreeBranch, copy_branches
 from unspool.server.tree.library import TreeSession, UserBranches
 from unspool.server.tree.prompt import MAX_NAME, Name
 
-MAX_VIEW = 256 << 10  # bytes of a view
+MAX_VIEW = 2 << 20  # bytes of a view
 MAX_LISTED = 1000
 MAX_WORDS = 16  # of a search
 

@@ -43,6 +43,7 @@ from unspool.server.tree.branch_json import (
 )
 from unspool.server.tree.branches import Cursor, TreeBranch, fork_branch
 from unspool.server.tree.library import Branches, UserBranches
+from unspool.server.tree.parts import attach
 from unspool.server.tree.prompt import DEFAULT_TOKENS, ResumeRequest, merged_settings
 from unspool.text.tokenizer.stream import TextStream
 
@@ -100,6 +101,7 @@ class BranchWriting:
         self._began = perf_counter()
         self._first: dict[int, float] = {}  # seconds until a branch's first token
         self._before = [len(branch.tokens) for branch in branches]
+        self._inserted = [draft.request.num_inserted for draft in texts.drafts]
         self._pending: list[deque[Step]] = [deque() for _ in branches]
         self._stopped: set[int] = set()
         self._open = set(range(len(branches)))
@@ -154,7 +156,8 @@ class BranchWriting:
 
     def _report_prompt(self, number: int, computed: int) -> None:
         """Called as the text so far is computed, before the first new token."""
-        branch, total = self.branches[number], self._before[number]
+        branch = self.branches[number]
+        total = self._before[number] + self._inserted[number]
         is_reading = computed < total and number not in self._first
         if is_reading and (branch.prompt_progress or total - computed >= _LONG_PROMPT):
             branch.prompt_progress = computed, total
@@ -287,6 +290,7 @@ class BranchWriting:
         branch, text = self.branches[number], self.texts.texts.get(number)
         return {
             "tokens_before": self._before[number],
+            "inserted_tokens": self._inserted[number],
             "reused_tokens": 0 if text is None else text.reused,
             "written_tokens": len(branch.tokens) - self._before[number],
             "stopped_by": None if text is None else text.stream.stopped_by,
@@ -394,9 +398,11 @@ async def _start(
     if "stop" in options:
         options["stop"] += branch.prompt.stops
     options.setdefault("sample", branch.generation.request.limits.sample)
-    draft = await call.compute(branch.attach, branch.generation.fork(), call.served.lm)
+    extra = merged_settings(body, branch.extra_settings)
+    copy = branch.generation.fork()
+    draft: Generation = await call.compute(attach, branch, copy, call.served.lm, extra.values)
     default = DEFAULT_TOKENS if branch.max_tokens is None else branch.max_tokens
-    max_tokens = call.token_limit(body.max_tokens, len(branch.tokens), default)
+    max_tokens = call.token_limit(body.max_tokens, len(draft.context_tokens()), default)
     await call.compute(_check_resumable, draft, options.get("stop"))
     targets = [branch]
     if body.n > 1:

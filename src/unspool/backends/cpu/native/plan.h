@@ -74,9 +74,9 @@ struct Op {
     int32_t matrix_count;
     int32_t vector;         // norm weight, positions, sinks, expert weights; -1: none
     int32_t second_vector;  // norm bias, key norm (kRope), bias (kConv); -1: none
-    int32_t layer;   // kSite, kStash: number of the site
-    int32_t window;  // kAttention: sliding window, the token included; 0: none
-    int32_t rotary;  // kRope: index of the RoPE table, -1: none
+    int32_t layer;          // kSite, kStash: number of the site
+    int32_t window;         // kAttention: sliding window, the token included; 0: none
+    int32_t rotary;         // kRope: index of the RoPE table, -1: none
     int32_t prepare;
     int32_t activation;
     int32_t flags;

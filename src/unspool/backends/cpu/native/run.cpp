@@ -278,7 +278,8 @@ int32_t Model::run(const KvCache& kv, const RopeTable* rotary, const Batch& batc
     Progress* all = progress.reserve(0);
     for (int64_t i = 0; i < spec.op_count; ++i)
         if (!RunJob::is_skipped(run, spec.ops[i]))
-            for (int64_t phase = 0; phase < kPhases; ++phase) new (all + i * kPhases + phase) Progress;
+            for (int64_t phase = 0; phase < kPhases; ++phase)
+                new (all + i * kPhases + phase) Progress;
     return run_on_pool(spec.threads, &RunJob::work, &job) ? kOk : kNoThreads;
 }
 

@@ -5,6 +5,7 @@ import { attempt, CANDIDATES, jump, pauseWriting } from "../actions.js";
 import { api } from "../api.js";
 import { adopt, changed, on, samePrompt, state } from "../state.js";
 import { loadHistory, saveHistory } from "../write/history.js";
+import { loadParts, saveParts } from "../write/parts.js";
 
 const pathOf = (id) => `/v1/tree/sessions/${encodeURIComponent(id)}`;
 
@@ -30,7 +31,10 @@ export function openSession(id, branchId = null) {
       const adopted = adopt(branch);
       if (!isLoaded && Array.isArray(runs[branch.id])) adopted.runs = runs[branch.id];
     }
-    if (isOther) loadHistory(session.view.history);
+    if (isOther) {
+      loadHistory(session.view.history);
+      loadParts(session.view.parts);
+    }
     const [last] = session.branches.toSorted((a, b) => (b.updated ?? b.created) - (a.updated ?? a.created));
     const target = branchId ?? (state.branches.has(current) ? current : last?.id ?? null);
     await jump(target, target === current ? selected : null);
@@ -62,7 +66,7 @@ export async function keepBranch(id) {
 // -- what the page shows of a session is saved with it ----------------------------------------------
 
 const SAVE_MS = 500;
-const MAX_VIEW_CHARS = 200_000; // the server takes 256 KB
+const MAX_VIEW_CHARS = 200_000; // with more, the settings of earlier runs are left out
 
 /** Save the current branch, the selection and the settings of each run, whenever they change. */
 export function saveSessionOnChanges() {
@@ -74,14 +78,14 @@ export function saveSessionOnChanges() {
     const branch = state.branches.get(current);
     if (!session || branch?.session !== session || !state.server.ready) return;
     const branches = [...state.branches.values()].filter((other) => other.session === session);
-    const view = { current, selected, runs: Object.fromEntries(branches.map(({ id, runs }) => [id, runs])), history: saveHistory() };
+    const view = { current, selected, runs: Object.fromEntries(branches.map(({ id, runs }) => [id, runs])), history: saveHistory(), parts: saveParts() };
     if (JSON.stringify(view).length > MAX_VIEW_CHARS) view.runs = {};
     const text = JSON.stringify([session, view]);
     if (text === saved) return;
     saved = text;
     updateSession(session, { view }).catch(() => { saved = ""; }); // offline: saved with the next change
   };
-  for (const topic of ["current", "selection", "writing", "history"]) on(topic, () => { timer ||= setTimeout(save, SAVE_MS); });
+  for (const topic of ["current", "selection", "writing", "history", "parts"]) on(topic, () => { timer ||= setTimeout(save, SAVE_MS); });
   on("current", () => {
     const session = state.branches.get(state.current)?.session;
     if (session) state.session = session;

@@ -8,6 +8,7 @@ import {
 import { markdownOf, programs } from "./export.js";
 import { packFile, readText } from "./file.js";
 import { asPlain, FORMATS, lossesOf, readTexts, treeOf } from "./formats.js";
+import { saveParts } from "../write/parts.js";
 import { importTrees, sizeOf } from "./import.js";
 import { pictureOf, pixels, svgText } from "./picture.js";
 import { openPlayBar, SPEEDS } from "./playback.js";
@@ -137,7 +138,7 @@ function useSessionLoader(setNow, busy) {
     progress(0);
     try {
       const branches = await importTrees(trees, { signal: control.current.signal, progress });
-      setNow({ kind: "shown", same: true, lines: [`Loaded ${plural(branches, "branch", "branches")} (${FORMATS[format].title}).`, ...notes] });
+      setNow({ kind: "shown", same: true, lines: [`Loaded ${plural(branches, "branch", "branches")} (${FORMATS[format]?.title ?? "KoboldAI"}).`, ...notes] });
     } catch (error) {
       if (error.name === "AbortError") setNow({ kind: "done", words: "Cancelled. Nothing has changed." });
       else {
@@ -285,14 +286,14 @@ function ExportPart({ branch }) {
   const all = [...state.branches.values()];
   const related = [branch, ...all.filter((other) => other !== branch && (other.prompt ? samePrompt(other, branch) : true))];
   const isLoaded = related.every((other) => other.prompt && (other.isLoaded || other.recorded));
-  const losses = isLoaded ? lossesOf(format, treeOf(related, input), { others: numPrompts(all) - 1 }) : [];
+  const losses = isLoaded ? lossesOf(format, { ...treeOf(related, input), parts: state.parts }, { others: numPrompts(all) - 1 }) : [];
   useEffect(() => {
     Promise.all(related.map(({ id }) => ensureSteps(id))).catch((error) => setFault(error.message)); // told by "branches"
   }, [branch.id]);
   const save = () => {
     setFault(null);
     try {
-      const tree = treeOf(holds === "one" ? [branch] : related, input);
+      const tree = { ...treeOf(holds === "one" ? [branch] : related, input), parts: saveParts() };
       saveFile(fileName(branch, extension), new Blob([write(tree, { now: new Date().toISOString() })]));
     } catch (error) {
       setFault(error.message);

@@ -1,12 +1,14 @@
 // File formats of other programs: a tree of texts to a file, and back. Pure functions, without DOM and requests.
 //
-// A tree: `{title, isChat, model, system?, children}`; a node: `{role, text, children, steps?}`. In a chat each node is a
+// A tree: `{title, isChat, model, parts?, children}`; a node: `{role, text, children, steps?}`. In a chat each node is a
 // message; in a plain text it is a piece of the text, and `role` is "user" for the prompt. Nothing here recurses: a file
 // may be nested as deeply as it likes.
 
 import { isTemplate, promptLength } from "../state.js";
+import { BadFile } from "./bad_file.js";
+import { mikupadOf, partsOfKobold, partsOfMikupad, partsOfTavern, tavernOf } from "./lorebook.js";
 
-export class BadFile extends Error {}
+export { BadFile };
 
 const MAX_TEXTS = 5000; // nodes of a file
 const MAX_TREES = 200; // conversations of a file
@@ -254,24 +256,21 @@ const isMikupad = (data) => (isObject(data) && typeof ownValue(data, "prompt") =
   || Array.isArray(ownValue(data, "Sessions"));
 
 function readMikupad(data) {
-  const notes = [];
   const sessions = Array.isArray(ownValue(data, "Sessions"))
     ? data.Sessions.filter((item) => Array.isArray(ownValue(ownValue(item, "value"), "prompt"))).map((item) => {
       const name = list(ownValue(data, "Names")).find((entry) => ownValue(entry, "key") === item.key);
       return { ...item.value, name: ownValue(name, "value") ?? ownValue(item.value, "name") };
     })
-    : [Object.fromEntries(["name", "prompt", "memoryTokens", "authorNoteTokens", "worldInfo"].map((name) => [name, parseValue(ownValue(data, name), name)]))];
+    : [Object.fromEntries(["name", "prompt", "memoryTokens", "authorNoteTokens", "authorNoteDepth", "worldInfo"].map((name) => [name, parseValue(ownValue(data, name), name)]))];
   if (sessions.length > MAX_TREES) tooMany(sessions.length, "sessions", MAX_TREES);
   const trees = sessions.map((session) => {
     const pieces = list(ownValue(session, "prompt")).map((chunk, at) => ({
       role: ownValue(chunk, "type") === "user" ? "user" : "assistant", text: textAt(ownValue(chunk, "content"), `prompt[${at}].content`),
     }));
-    if (ownValue(session.memoryTokens, "text") || ownValue(session.authorNoteTokens, "text") || list(ownValue(session.worldInfo, "entries")).length) {
-      notes.push("Memory, author's note and world info were left out.");
-    }
-    return newTree({ title: typeof session.name === "string" ? session.name : null, isChat: false, children: chainOf(joinPieces(pieces)) });
+    const title = typeof session.name === "string" ? session.name : null;
+    return newTree({ title, isChat: false, parts: partsOfMikupad(session), children: chainOf(joinPieces(pieces)) });
   });
-  return { trees: trees.filter((tree) => tree.children.length), notes: [...new Set(notes)] };
+  return { trees: trees.filter((tree) => tree.children.length), notes: [] };
 }
 
 function parseValue(value, name) {
@@ -307,7 +306,8 @@ function writeMikupad(tree) {
       ...(step.candidates.length ? { completion_probabilities: [{ content: step.text, probs: step.candidates }] } : {}),
     }));
   });
-  return JSON.stringify({ name: JSON.stringify(tree.title ?? "Unspool"), prompt: JSON.stringify(chunks) });
+  const values = { name: tree.title ?? "Unspool", prompt: chunks, ...(tree.parts ? mikupadOf(tree.parts) : {}) };
+  return JSON.stringify(Object.fromEntries(Object.entries(values).map(([name, value]) => [name, JSON.stringify(value)])));
 }
 
 // -- SillyTavern/SillyTavern: one JSON object a line, the header first; `swipes` are other versions of a message --------
@@ -344,12 +344,12 @@ function readTavern(rows) {
     at.children.push(...nodes.filter((node) => node.text !== "" || node.text === text));
     at = nodes.find((node) => node.text === text);
   });
-  return { trees: tree.children.length ? [{ ...tree, current: at }] : [], notes };
+  return { trees: tree.children.length ? [{ ...tree, parts: partsOfTavern(ownValue(rows[0], "chat_metadata")), current: at }] : [], notes };
 }
 
 function writeTavern(tree, { now }) {
   const name = tree.title ?? "Assistant";
-  const lines = [{ user_name: "You", character_name: name, create_date: now, chat_metadata: {} }];
+  const lines = [{ user_name: "You", character_name: name, create_date: now, chat_metadata: tavernOf(tree.parts) }];
   let at = tree;
   const path = pathsOf(tree)[0] ?? [];
   for (const node of path) {
@@ -367,6 +367,15 @@ function writeTavern(tree, { now }) {
     at = node;
   }
   return lines.map((line) => JSON.stringify(line)).join("\n");
+}
+
+// -- KoboldAI and KoboldAI Lite: the prompt and what followed it, memory, author's note and world info --------------
+
+const isKobold = (data) => isObject(data) && typeof ownValue(data, "prompt") === "string" && Array.isArray(ownValue(data, "actions"));
+
+function readKobold(data) {
+  const pieces = [{ role: "user", text: data.prompt }, ...data.actions.map((action, at) => ({ role: "assistant", text: textAt(action, `actions[${at}]`) }))];
+  return { trees: [newTree({ isChat: false, parts: partsOfKobold(data), children: chainOf(joinPieces(pieces)) })], notes: [] };
 }
 
 // -- ShareGPT and OpenAI messages: a conversation an entry ------------------------------------------
@@ -480,6 +489,9 @@ export function lossesOf(format, tree, { others = 0 } = {}) {
   }
   if (input === "pieces" && tree.wasChat) says.push("The chat is written as raw text, with the control tokens of its template.");
   if (input === "messages" && !tree.isChat && !["markdown", "text"].includes(format)) says.push("The prompt is written as a message of the user.");
+  const kept = { mikupad: ["memory", "author_note", "lorebook"], sillytavern: ["author_note"] }[format] ?? [];
+  const lost = Object.keys(tree.parts ?? {}).filter((name) => tree.parts[name] !== null && !kept.includes(name));
+  if (lost.length) says.push(`Left out: ${lost.map((name) => ({ memory: "the memory", author_note: "the author's note", lorebook: "the lorebook" })[name]).join(", ")}.`);
   says.push(format === "mikupad" ? "Seeds and settings are left out." : "Token probabilities, seeds and settings are left out.");
   return says;
 }
@@ -505,6 +517,7 @@ export function readTexts(text, name = "") {
 
 function readJson(data) {
   if (isOpenLoom(data)) return { format: "openloom", ...readOpenLoom(data) };
+  if (isKobold(data)) return { format: "kobold", ...readKobold(data) };
   if (isMikupad(data)) return { format: "mikupad", ...readMikupad(data) };
   if (isLoom(data)) return { format: "loom", ...readLoom(data) };
   return readRows(conversationIn(data) ? [data] : Array.isArray(data) ? data : [data]);

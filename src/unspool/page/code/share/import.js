@@ -3,6 +3,7 @@
 import { jump, pushUndo } from "../actions.js";
 import { api } from "../api.js";
 import { adopt, changed, state } from "../state.js";
+import { loadParts } from "../write/parts.js";
 import { pathsOf } from "./formats.js";
 
 /**
@@ -58,13 +59,14 @@ export async function importTrees(trees, { signal, progress }) {
     for (const { id } of records) api.delete(`/v1/tree/${id}`).catch(() => {}); // shown nowhere yet
     throw error;
   }
-  await show(records, work.current);
+  const shown = trees.find((tree) => tree.parts && (!work.current || tree.current)) ?? trees[0];
+  await show(records, work.current, shown.parts);
   return records.length;
 }
 
 async function importPrompt({ begin, children, title }, tree, work) {
   const { signal } = work;
-  const created = await api.post("/v1/tree", { model: state.model, name: title?.slice(0, 200) || null, ...begin }, { signal });
+  const created = await api.post("/v1/tree", { model: state.model, name: title?.slice(0, 200) || null, ...tree.parts, ...begin }, { signal });
   const root = { id: created.id, answer: created, steps: [] };
   work.records.push(root);
   work.tick(begin.messages?.length ?? 1);
@@ -99,12 +101,13 @@ async function appendNode(record, { role, text }, isChat, signal) {
   record.steps.splice(answer.since, Infinity, ...answer.steps);
 }
 
-async function show(records, current) {
+async function show(records, current, parts) {
   const before = state.current;
   for (const { answer, steps } of records) adopt({ ...answer, since: 0, steps });
   state.view = "write";
   changed("branches", "view");
   const { id } = current ?? records[0];
   await jump(id);
+  loadParts(parts);
   pushUndo({ label: "import a file", before: { id: before, length: null }, after: { id, length: null } });
 }

@@ -6,6 +6,7 @@ import { expand } from "./file.js";
 import { BadFile } from "./formats.js";
 import { adopt, changed, currentModel, isTemplate, promptLength, samePrompt, sharedSteps, state } from "../state.js";
 import { PANELS } from "../views.js";
+import { loadParts, saveParts } from "../write/parts.js";
 
 const STAGES = [
   "repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram", "dry", "logit_bias",
@@ -20,7 +21,7 @@ export const DEFAULTS = {
   dry_allowed_length: 2, dry_window: -1, dry_breakers: [], logit_bias: {}, dynatemp_range: 0,
   dynatemp_exponent: 1, mirostat_tau: 0, mirostat_eta: 0.1, stages: STAGES, stop: [], sample: 0, guard: null,
   regex: null, grammar: null, choice: null, json_schema: null, speculate: null, end: true, cache: true,
-  think_budget: null,
+  think_budget: null, interventions: [],
 };
 
 const GRAMMARS = ["regex", "grammar", "choice", "json_schema"];
@@ -131,6 +132,7 @@ export function packSession() {
       draft: state.draft,
       system: state.system,
       settings: state.settings,
+      parts: saveParts() ?? null,
     },
     branches: parentsFirst([...state.branches.values()]).map(packBranch),
   };
@@ -315,7 +317,7 @@ const SESSION = {
   unspool_session: new Set([VERSION]), saved: "text", model: { id: "text", system_fingerprint: "text?" }, current: "text?",
   view: {
     mode: new Set(["chat", "plain"]), tint: new Set(["probability", "entropy", "rank", "none"]), selected: "count?",
-    panel: "text", draft: "text", system: "text?", settings,
+    panel: "text", draft: "text", system: "text?", settings, parts: optional(copyJson),
   },
   branches: [{
     id: "text", name: "text?", parent: "text?", forked_at: "count?", created: "number", model: "text", prompt: optional(PROMPT),
@@ -384,7 +386,7 @@ export async function replay(session, { signal, progress }) {
   const ticked = (tokens) => progress(done += tokens);
   try {
     for (const branch of session.branches) {
-      const result = await replayBranch(branch, session, results, { signal, ticked, createdIds });
+      const result = await replayBranch(branch, session, results, { signal, ticked, createdIds, parts: session.view.parts });
       results.set(branch.id, result);
     }
     for (const result of results.values()) {
@@ -423,10 +425,10 @@ async function replayBranch(branch, session, results, work) {
   return result;
 }
 
-async function createBranch(branch, { signal }) {
+async function createBranch(branch, { signal, parts }) {
   const ids = branch.prompt.tokens.map((token) => token.id);
   const [first] = piecesOf({ ...branch, steps: branch.steps.slice(0, 1) });
-  const body = { model: branch.model, name: branch.name, ...replaySettings(branch, first?.run) };
+  const body = { model: branch.model, name: branch.name, ...replaySettings(branch, first?.run), ...parts };
   const { messages, text } = branch.prompt;
   const begin = messages ? { messages } : { prompt: text };
   const created = await api.post("/v1/tree", { ...body, ...begin }, { signal });
@@ -498,6 +500,7 @@ export async function showSession(session, results) {
   Object.assign(state, { mode, tint, draft, system, view: "write", settings: {} });
   if (PANELS.some(({ name }) => name === panel)) state.panel = panel;
   updateSettings(settings);
+  loadParts(session.view.parts);
   changed("mode", "tint", "draft", "system", "panel", "view", "branches");
   const currentId = ids.get(session.current) ?? [...ids.values()].at(-1) ?? null;
   await jump(currentId, selected);

@@ -6,6 +6,7 @@ import { requestSettings } from "../settings.js";
 import { adopt, changed, currentBranch, promptLength, state, textLength } from "../state.js";
 import { caretPosition, commit, placeAt, typeText } from "./document.js";
 import { placeOf } from "./history.js";
+import { partsBody } from "./parts.js";
 
 const NUM_GHOSTS = 3;
 const GHOST_TOKENS = 32;
@@ -60,7 +61,7 @@ export async function regenerate(first) {
     pushUndo({ label: "regenerate", before: placeOf(branch), after: { id: fork.id, length: null } });
     // The same seed would write the same words: another sample of it. Later tokens keep it.
     const sample = 1 + Math.max(...[...state.branches.values()].map(({ settings }) => settings?.sample ?? 0));
-    adopt(await api.post(`/v1/tree/${fork.id}/resume`, { ...requestSettings(), max_tokens: 1, sample, top: CANDIDATES }));
+    adopt(await api.post(`/v1/tree/${fork.id}/resume`, { ...requestSettings(), ...partsBody(), max_tokens: 1, sample, top: CANDIDATES }));
   });
   if (goes) await resumeWriting({ isPart: true });
 }
@@ -84,7 +85,7 @@ export async function suggest() {
   let base = null;
   await attempt(async () => {
     base = await cutAt(branch, place);
-    const body = { ...requestSettings(), n: NUM_GHOSTS, stream: true, max_tokens: GHOST_TOKENS, top: CANDIDATES };
+    const body = { ...requestSettings(), ...partsBody(), n: NUM_GHOSTS, stream: true, max_tokens: GHOST_TOKENS, top: CANDIDATES };
     for await (const { data } of api.resume(base.id, body, { signal: control.signal })) {
       let number = mine.ids.indexOf(data.branch);
       if (number < 0) number = mine.ids.push(data.branch) - 1;

@@ -82,6 +82,7 @@ export function applyMarks(spans, branch) {
   for (const span of markedSpans) {
     span.classList.remove("in-part", "struck", "current-change");
     delete span.dataset.new;
+    delete span.dataset.part;
   }
   markedSpans = [];
   if (!branch) return;
@@ -93,6 +94,14 @@ export function applyMarks(spans, branch) {
     markedSpans.push(span);
     return span;
   };
+  if (state.placement?.branch === branch.id && !state.writing) {
+    for (const { at, name, tokens } of state.placement.parts) {
+      const span = spans[at];
+      if (!span) continue; // at the end
+      span.dataset.part = [span.dataset.part, `${name} · ${tokens}`].filter(Boolean).join("   ");
+      markedSpans.push(span);
+    }
+  }
   if (state.span?.branch === branch.id) {
     for (let at = state.span.first; at < state.span.last; at += 1) dress(at, "in-part");
   }

@@ -2,11 +2,12 @@
 //
 // An entry says where the text was before and after: `{label, before: {id, length}, after: {id, length}}`, a branch cut
 // to this number of steps (null: all of it). Two other kinds: `{label, kind: "name", id, before, after}` and
-// `{label, kind: "delete", id}`. Nothing is lost by undo: a branch that has grown since is forked, not cut.
+// `{label, kind: "delete", id}`; `{label, kind: "parts", before, after}` has changes for parts.js. Nothing is lost by undo: a branch that has grown since is forked, not cut.
 
 import { attempt, deleteOnServer, hideBranch, jump, pauseWriting, setName, showBranch } from "../actions.js";
 import { api } from "../api.js";
 import { adopt, changed, state } from "../state.js";
+import { applyParts } from "./parts.js";
 
 const MAX_ENTRIES = 200;
 const GENERATE = "generate";
@@ -69,6 +70,7 @@ export async function redo() {
 async function apply(entry, isUndo) {
   const target = isUndo ? entry.before : entry.after;
   if (entry.kind === "name") await setName(entry.id, target);
+  else if (entry.kind === "parts") await applyParts(target);
   else if (entry.kind === "delete") await (isUndo ? showBranch(entry.id) : hideBranch(entry.id));
   else await goTo(target);
   await (isUndo ? entry.onUndo : entry.onRedo)?.();
@@ -99,7 +101,7 @@ async function goTo(place) {
 /** The list as JSON for the `view` of a session. */
 export function saveHistory() {
   isSaved = true;
-  const plain = ({ label, kind, id, before, after }) => ({ label, ...(kind ? { kind, id } : {}), ...(before !== undefined ? { before, after } : {}) });
+  const plain = ({ label, kind, id, before, after }) => ({ label, ...(kind ? { kind, ...(id ? { id } : {}) } : {}), ...(before !== undefined ? { before, after } : {}) });
   return { done: done.map(plain), undone: undone.map(plain) };
 }
 

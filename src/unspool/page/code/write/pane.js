@@ -162,7 +162,7 @@ export function mountPane(element) {
   resized.observe(box);
   const leave = [
     on("steps", draw), on("current", draw), on("current", forgetAim), on("tint", retint), on("selection", markSelected), on("writing", onWritingChange),
-    on("span", updateMarks), on("revision", updateMarks), watchSelection(body),
+    on("span", updateMarks), on("revision", updateMarks), on("placement", updateMarks), watchSelection(body),
     mountDocument({ box, body, redraw, restyle, get spans() { return rendered.spans; }, get tokens() { return rendered.tokens; } }),
     () => resized.disconnect(),
   ];

@@ -90,7 +90,7 @@ function Field({ field }) {
 }
 
 /** A text field that commits on change; updates of its value do not overwrite what is being typed. */
-function CommittedInput({ as = "input", value, commit, ...attributes }) {
+export function CommittedInput({ as = "input", value, commit, ...attributes }) {
   const [typed, setTyped] = useState(null);
   const commitValue = (event) => {
     setTyped(null);
@@ -175,7 +175,7 @@ function JsonField({ set, ...props }) {
 
 // -- the side panel -----------------------------------------------------------------------------
 
-const TABS = { token: "Token", branches: "Branches", settings: "Settings" };
+const TABS = { token: "Token", branches: "Branches", context: "Context", settings: "Settings" };
 const levelsOf = (tab) => PANELS.filter((panel) => panel.tab === tab);
 const HIGHEST = 0.85; // of the screen
 const LOWEST = 0.2; // below this it closes

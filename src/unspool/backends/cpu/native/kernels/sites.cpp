@@ -90,8 +90,7 @@ void site(const RunContext& run, const Op& op, Worker& worker) {
         const bool changed = is_changed(run.batch.changes, op.layer, token);
         if (!changed && target < 0) return;
         float* x = values.row(row);
-        float* read =
-            target < 0 ? nullptr : run.taps->targets[op.layer] + target * op.width;
+        float* read = target < 0 ? nullptr : run.taps->targets[op.layer] + target * op.width;
         if (!(op.flags & kDifference)) {
             if (changed) change_row(*run.batch.changes, op.layer, token, x);
             if (read != nullptr) std::memcpy(read, x, width * sizeof(float));

@@ -1,0 +1,2 @@
+/** A file that cannot be read; its message is shown. */
+export class BadFile extends Error {}
