@@ -231,7 +231,7 @@ def test_native_equals_torch_at_every_site(name: str, tmp_path: Path):
     shape: ModelConfig = backend.model.config  # type: ignore[attr-defined]
     rng, sites = np.random.default_rng(len(name)), all_sites(shape)
     every = tuple(sites)
-    for site, layer in (*sites[:: max(1, len(sites) // 12)], sites[-1]):
+    for site, layer in (*sites[:: max(1, len(sites) // 4)], sites[-1]):
         steered: list[tuple[Intervention, ...]] = [
             (random_intervention(shape, [(site, layer)], rng),),
             (),

@@ -553,7 +553,8 @@ def _parse_array(value: Any) -> Any:
         return flat.reshape([int(size) for size in value["shape"]])
     except (KeyError, TypeError, ValueError, binascii.Error):
         raise SettingsError(
-            "an array must be a list of numbers, or {shape: [...], data: base64 of float32 values}"
+            "an array must be a list of numbers, or {shape: [...], data: base64 of float32 values}, "
+            f"got {value!r:.80}"
         ) from None
 
 
