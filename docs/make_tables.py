@@ -144,7 +144,25 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-TABLES: dict[str, Callable[[dict[str, Any], str], str]] = {"cpu": cpu_table, "gpu": gpu_table}
+def steering_table(results: dict[str, Any], selection: str) -> str:
+    """Effect of one steering vector at each strength (bench/steering.py effect)."""
+    head = "| strength | preference, nats a token | tokens of an answer | perplexity | answer |"
+    lines = [head, "|---|---|---|---|---|"]
+    for row in results["effects"]:
+        if row["vector"] == selection:
+            answer = " ".join(row["answer"].split())[:70].strip().replace("|", "/")
+            lines.append(
+                f"| {row['strength']:+g} | {row['preference']:+.2f} | {row['tokens']:.0f} | "
+                f"{row['perplexity']:.1f} | {answer} |"
+            )
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[dict[str, Any], str], str]] = {
+    "cpu": cpu_table,
+    "gpu": gpu_table,
+    "steering": steering_table,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -67,6 +67,7 @@ PYTHON_PAGES = (
     "sampling-settings",
     "samples-and-beam",
     "save-and-replay",
+    "steer",
     "stream-and-async",
     "structured-output",
     "texts-longer-than-the-context",
@@ -92,6 +93,10 @@ def test_how_to_pages(
     monkeypatch.setattr("unspool.loading.load", load_small)
     monkeypatch.setattr(type(small_lm), "close", lambda self: None)  # other tests use it later
     monkeypatch.chdir(tmp_path)
+    if page == "steer":
+        from helpers.sae_folder import write_saelens
+
+        write_saelens(tmp_path / "sae", "standard", width=small_lm.config.width)
     run(blocks_of((ROOT / f"docs/how-to/{page}.md").read_text(encoding="utf-8")), {})
     assert options_of_blocks
 
@@ -110,7 +115,7 @@ def test_reasoning_and_tools(tmp_path: Path, load: Any, capsys: pytest.CaptureFi
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("page", ["first-text", "look-inside"])
+@pytest.mark.parametrize("page", ["first-text", "look-inside", "steer"])
 def test_tutorials_with_their_output(
     page: str, real_lm: Any, load: Any, capsys: pytest.CaptureFixture[str]
 ):

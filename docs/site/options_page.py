@@ -26,6 +26,7 @@ GROUPS = {
     "Structured output": ["json", "json_schema", "regex", "choice", "grammar"],
     "Reasoning": ["thoughts", "think_budget"],
     "Logprobs and what is recorded": ["top", "explain"],
+    "Inside the model": ["steer", "interventions"],
     "Speed and scheduling": ["speculate", "cache", "priority", "adapter"],
     "Order of the sampling stages": ["stages"],
 }  # fmt: skip

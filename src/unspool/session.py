@@ -61,6 +61,7 @@ from unspool.text.tokenizer.pieces import incomplete_utf8, readable_pieces
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from unspool.lens.steering import SteeringVector
     from unspool.model.layers.transformer import Transformer
     from unspool.text.chat.template import ChatPrompt, ChatTemplate
 
@@ -176,7 +177,12 @@ class Session:
             self.adapter,
             self.thinking,
             self.check_interventions,
+            self.parse_steering,
         )
+
+    def parse_steering(self, value: Any) -> tuple[Intervention, ...]:
+        """Return the interventions of an option `steer`; implemented by `LanguageModel`."""
+        raise NotImplementedError
 
     def check_interventions(self, interventions: Sequence[Intervention]) -> None:
         """Raise SettingsError if the model or its backend cannot apply the interventions."""
@@ -584,6 +590,8 @@ class _Shared:
         self.engine: Engine | None = None  # started by the first request
         self.finalizer: weakref.finalize[Any, Any] | None = None
         self.is_closed = False
+        # By name; None: those of the default model are not read yet.
+        self.steering_vectors: dict[str, SteeringVector] | None = None
         self.lock = threading.Lock()  # held while the engine starts or closes
 
 

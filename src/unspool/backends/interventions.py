@@ -104,6 +104,12 @@ def parse_hook_name(name: str) -> tuple[str, int | None]:
     )
 
 
+def hook_name(site: str, layer: int | None = None) -> str:
+    """Return TransformerLens' name of a site, the inverse of `parse_hook_name`."""
+    hook = next((hook for hook, name in _HOOKS.items() if name == site), f"hook_{site}")
+    return hook if layer is None else f"blocks.{layer}.{hook}"
+
+
 def place_of(site: str, layer: int) -> tuple[str, int]:
     """Return the place of a site in a layer: after a layer is before the next one."""
     names = {"resid_pre": ("resid", layer), "resid_post": ("resid", layer + 1)}

@@ -374,7 +374,11 @@ class Options(SamplingOptions, total=False):
     adapter: Annotated[str | None, "name of a loaded LoRA adapter"]
     interventions: Annotated[
         Intervention | Sequence[Intervention | Mapping[str, Any]] | None,
-        "changes to the values inside the model, such as steering vectors (none)",
+        "changes to the values inside the model (none)",
+    ]
+    steer: Annotated[
+        Any,  # see `lens/steering.py`
+        "steering vectors by strength: {'happy': 1.5} or [(vector, 1.5)] (none)",
     ]
     cache: Annotated[_Flag, "False: compute the whole text again for every token (True)"]
     endless: Annotated[

@@ -57,6 +57,8 @@ class ModelFacts:
     thinking: Callable[[Sequence[int]], ReasoningSpec | None] = lambda prompt: None
     # Raises SettingsError if the model cannot apply these interventions.
     check_interventions: Callable[[Sequence[Intervention]], None] = lambda interventions: None
+    # The interventions of an option `steer`.
+    parse_steering: Callable[[Any], tuple[Intervention, ...]] = lambda steer: ()
 
 
 def as_strings(value: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
@@ -144,7 +146,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
         limits=limits,
         priority=_priority(remaining.pop("priority", 0)),
         adapter=_adapter(remaining.pop("adapter", model.adapter)),
-        interventions=_interventions(model, remaining.pop("interventions", None)),
+        interventions=_interventions(model, remaining),
         cached=check_bool("cache", remaining.pop("cache", True)),
         guards=_guards(remaining.pop("guard", None)),
         grammar=_grammar(model, remaining),
@@ -225,9 +227,8 @@ def continued_request(
     )
     if "adapter" in remaining:
         request = replace(request, adapter=_adapter(remaining.pop("adapter") or model.adapter))
-    if "interventions" in remaining:
-        interventions = _interventions(model, remaining.pop("interventions"))
-        request = replace(request, interventions=interventions)
+    if "interventions" in remaining or "steer" in remaining:
+        request = replace(request, interventions=_interventions(model, remaining))
     if "cache" in remaining:
         request = replace(request, cached=check_bool("cache", remaining.pop("cache")))
     if "guard" in remaining:
@@ -308,8 +309,12 @@ def _adapter(value: Any) -> str | None:
     return value or None
 
 
-def _interventions(model: ModelFacts, value: Any) -> tuple[Intervention, ...]:
-    interventions = as_interventions(value)
+def _interventions(model: ModelFacts, remaining: dict[str, Any]) -> tuple[Intervention, ...]:
+    """Return all changes inside the model; removes their options from `remaining`."""
+    interventions = (
+        *as_interventions(remaining.pop("interventions", None)),
+        *model.parse_steering(remaining.pop("steer", None)),
+    )
     if interventions:
         model.check_interventions(interventions)
     return interventions

@@ -1,0 +1,381 @@
+"""Sparse autoencoders: features of the residual stream, and interventions that set one.
+
+    sae = load_sae("blocks.8.hook_resid_pre")          # a folder of SAELens
+    found = features(lm, "The Golden Gate Bridge", sae)
+    found.strongest(5)
+    lm.generate("I am", interventions=sae.clamp(1234, 20.0))
+
+Reads folders of SAELens (cfg.json and sae_weights.safetensors; standard, topk, jumprelu and gated)
+and of Gemma Scope (params.npz). Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unspool.backends.interventions import ClampFeature, Intervention, parse_hook_name
+from unspool.backends.step import Floats
+from unspool.errors import ModelFileError, SettingsError, check_int, check_number
+from unspool.lens.activation_cache import activation_caches
+from unspool.lens.activations import TextLike
+from unspool.model.files.safetensors import SafetensorsFile
+from unspool.notebook import escape_html, note_html, notebook_html, table_html
+from unspool.session import Session
+
+ARCHITECTURES = ("standard", "topk", "jumprelu", "gated")
+_CONFIG, _WEIGHTS, _GEMMA_SCOPE = "cfg.json", "sae_weights.safetensors", "params.npz"
+_LAYER_IN_PATH = re.compile(r"layer_(\d+)")
+_READ_TEXTS = 64  # texts that are read together
+_EXAMPLE_TOKENS = 12  # before and after the token of an example
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseAutoencoder:
+    """A sparse autoencoder of one site of a model."""
+
+    architecture: str
+    site: str
+    layer: int
+    encoder: Floats  # [features, width]
+    decoder: Floats  # [features, width]
+    encoder_bias: Floats  # [features]; of gated ones that of the magnitude
+    decoder_bias: Floats  # [width]
+    threshold: Floats  # [features]: smaller values are zero
+    k: int = 0  # topk: features that a token may have
+    name: str = ""
+
+    @property
+    def num_features(self) -> int:
+        return len(self.encoder)
+
+    def __repr__(self) -> str:
+        return (
+            f"<SparseAutoencoder {self.name}: {self.architecture}, {self.num_features:,} features "
+            f"of {self.site} in layer {self.layer}>"
+        )
+
+    def encode(self, vectors: Floats) -> Floats:
+        """Return the strength of each feature: [..., width] to [..., features]."""
+        values = vectors @ self.encoder.T + self.encoder_bias
+        values = np.where(values > self.threshold, values, np.float32(0))
+        if self.k and self.k < self.num_features:
+            cut = np.partition(values, -self.k, axis=-1)[..., -self.k, None]
+            values = np.where(values >= cut, values, np.float32(0))
+        return np.asarray(values, np.float32)
+
+    def decode(self, strengths: Floats) -> Floats:
+        """Return the vectors that the features stand for: [..., features] to [..., width]."""
+        return np.asarray(strengths @ self.decoder + self.decoder_bias, np.float32)
+
+    def clamp(self, feature: int, value: float) -> Intervention:
+        """Return an intervention that sets a feature to a value at all positions.
+
+        Only the part of the vector that the feature stands for changes. Of a topk autoencoder the
+        feature's own value counts, whether it is among the k or not.
+        """
+        number = check_int("feature", feature, 0, self.num_features - 1)
+        op = ClampFeature(
+            encoder=self.encoder[number],
+            decoder=self.decoder[number],
+            bias=float(self.encoder_bias[number]),
+            threshold=float(self.threshold[number]),
+            value=check_number("the value of a feature", value),
+        )
+        layers = None if self.site in ("embedding", "final_norm") else self.layer
+        return Intervention(self.site, op, layers=layers)  # type: ignore[arg-type]
+
+
+# -- files
+
+
+def load_sae(
+    folder: str | Path, *, site: str | None = None, layer: int | None = None
+) -> SparseAutoencoder:
+    """Read a folder of SAELens or Gemma Scope.
+
+    Args:
+        folder: Has cfg.json and sae_weights.safetensors, or params.npz.
+        site: Where it was trained, if the folder does not say; Gemma Scope: resid_post.
+        layer: Its layer, if the folder does not say.
+    """
+    path = Path(folder).expanduser()
+    if (path / _CONFIG).is_file():
+        weights, config = _read_saelens(path)
+    elif (path / _GEMMA_SCOPE).is_file():
+        weights, config = _read_gemma_scope(path)
+    else:
+        raise ModelFileError(
+            f"{path}: no sparse autoencoder: it needs {_CONFIG} and {_WEIGHTS} (SAELens) or "
+            f"{_GEMMA_SCOPE} (Gemma Scope)"
+        )
+    hook = config.get("hook_name")
+    hook_site, hook_layer = parse_hook_name(hook) if isinstance(hook, str) else (None, None)
+    named_site = site or hook_site
+    named_layer = hook_layer if layer is None else layer
+    if named_site is None or named_layer is None:
+        raise SettingsError(f"{path} does not say its site and layer; give site= and layer=")
+    return _build(path, weights, config, named_site, named_layer)
+
+
+def _read_saelens(path: Path) -> tuple[dict[str, Floats], dict[str, Any]]:
+    try:
+        config = json.loads((path / _CONFIG).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path / _CONFIG} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelFileError(f"{path / _CONFIG}: must be a JSON object")
+    metadata = config.get("metadata")
+    config = {**(metadata if isinstance(metadata, dict) else {}), **config}
+    file = SafetensorsFile(path / _WEIGHTS)
+    return {name: file.stored(name).float32() for name in file.tensors}, config
+
+
+def _read_gemma_scope(path: Path) -> tuple[dict[str, Floats], dict[str, Any]]:
+    try:
+        with np.load(path / _GEMMA_SCOPE, allow_pickle=False) as arrays:
+            weights = {name: np.asarray(arrays[name], np.float32) for name in arrays.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ModelFileError(f"{path / _GEMMA_SCOPE} cannot be read: {error}") from None
+    numbers = _LAYER_IN_PATH.findall(path.resolve().as_posix())
+    hook = {"hook_name": f"blocks.{numbers[-1]}.hook_resid_post"} if numbers else {}
+    return weights, {"architecture": "jumprelu", "apply_b_dec_to_input": False, **hook}
+
+
+def _build(
+    path: Path, weights: Mapping[str, Floats], config: Mapping[str, Any], site: str, layer: int
+) -> SparseAutoencoder:
+    architecture = config.get("architecture", "standard")
+    kind = str(config.get("activation_fn_str") or config.get("activation_fn") or "")
+    if architecture == "standard" and kind == "topk":
+        architecture = "topk"
+    if architecture not in ARCHITECTURES:
+        raise ModelFileError(
+            f"{path}: architecture {architecture!r} is not supported, only "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    if (normalize := config.get("normalize_activations", "none")) not in ("none", None):
+        raise ModelFileError(
+            f"{path}: normalize_activations {normalize!r} is not supported; fold it into the "
+            "weights first (SAELens: fold_activation_norm_scaling_factor)"
+        )
+    bias_name = "b_mag" if architecture == "gated" else "b_enc"
+    needed = {"W_enc", "W_dec", "b_dec", bias_name}
+    needed |= {"threshold"} if architecture == "jumprelu" else set()
+    needed |= {"b_gate", "r_mag"} if architecture == "gated" else set()
+    if missing := sorted(needed - weights.keys()):
+        raise ModelFileError(f"{path}: tensor {missing[0]} is missing")
+    width, size = weights["W_enc"].shape if weights["W_enc"].ndim == 2 else (0, 0)
+    shapes = {"W_dec": (size, width), "b_dec": (width,)}
+    for name in sorted(needed - {"W_enc"}):
+        if not width or weights[name].shape != shapes.get(name, (size,)):
+            raise ModelFileError(
+                f"{path}: tensor {name} has shape {list(weights[name].shape)}, and W_enc "
+                f"{list(weights['W_enc'].shape)}"
+            )
+    encoder = np.ascontiguousarray(weights["W_enc"].T)
+    decoder, decoder_bias = weights["W_dec"], weights["b_dec"]
+    # The decoder's bias may be taken from the input: that is another bias of the encoder.
+    is_shifted = bool(config.get("apply_b_dec_to_input", True))
+    shift = encoder @ decoder_bias if is_shifted else np.zeros(size, np.float32)
+    bias, threshold = weights[bias_name] - shift, np.zeros(size, np.float32)
+    if architecture == "jumprelu":
+        threshold = np.maximum(weights["threshold"], 0)
+    elif architecture == "gated":
+        # The gate x·w + b_gate > 0, in terms of the magnitude exp(r)·x·w + b_mag.
+        factor = np.exp(weights["r_mag"])
+        gate_bias = weights["b_gate"] - shift
+        bias = weights["b_mag"] - factor * shift
+        encoder = encoder * factor[:, None]
+        threshold = np.maximum(bias - factor * gate_bias, 0)
+    k = 0
+    if architecture == "topk":
+        settings = config.get("activation_fn_kwargs")
+        k = config.get("k") or (settings.get("k") if isinstance(settings, dict) else None) or 0
+        check_int(f"{path}: k", k, 1)
+        if config.get("rescale_acts_by_decoder_norm"):
+            norms = np.linalg.norm(decoder, axis=-1)
+            encoder, bias = encoder * norms[:, None], bias * norms
+            decoder = decoder / np.where(norms > 0, norms, 1)[:, None]
+    return SparseAutoencoder(
+        architecture=architecture,
+        site=site,
+        layer=layer,
+        encoder=np.asarray(encoder, np.float32),
+        decoder=np.asarray(decoder, np.float32),
+        encoder_bias=np.asarray(bias, np.float32),
+        decoder_bias=decoder_bias,
+        threshold=np.asarray(threshold, np.float32),
+        k=int(k),
+        name=path.name,
+    )
+
+
+# -- features of texts
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveFeature:
+    """A feature at a token."""
+
+    feature: int
+    strength: float
+    position: int
+    text: str  # of the token
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenFeatures:
+    """The active features of each token of a text."""
+
+    tokens: tuple[int, ...]
+    texts: tuple[str, ...]
+    active: tuple[tuple[ActiveFeature, ...], ...]  # of each token, strongest first
+    reconstruction_error: Floats  # [tokens]: share of the vector that the features do not explain
+
+    def __repr__(self) -> str:
+        mean = np.mean([len(features) for features in self.active])
+        return f"<TokenFeatures of {len(self.tokens)} tokens, {mean:.1f} active features each>"
+
+    def strongest(self, n: int = 5) -> list[ActiveFeature]:
+        """Return the n strongest features of the text, each where it is strongest."""
+        best: dict[int, ActiveFeature] = {}
+        for features in self.active:
+            for item in features:
+                if item.feature not in best or item.strength > best[item.feature].strength:
+                    best[item.feature] = item
+        return heapq.nlargest(n, best.values(), key=lambda item: item.strength)
+
+    def strengths(self, feature: int) -> Floats:
+        """Return the strength of one feature at each token."""
+        return np.array(
+            [
+                next((item.strength for item in features if item.feature == feature), 0.0)
+                for features in self.active
+            ],
+            np.float32,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "tokens": list(self.tokens),
+            "texts": list(self.texts),
+            "active": [[item.to_dict() for item in features] for features in self.active],
+        }
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                escape_html(repr(text)),
+                ", ".join(f"{item.feature} ({item.strength:.2f})" for item in features[:8]),
+            )
+            for text, features in zip(self.texts, self.active, strict=True)
+        ]
+        return notebook_html(note_html(repr(self)), table_html(("token", "features"), rows))
+
+
+def features(
+    lm: Session, text: TextLike, sae: SparseAutoencoder, *, top: int | None = None
+) -> TokenFeatures:
+    """Read the active features of each token of a text; `top`: at most this many a token."""
+    (cache,) = _read(lm, [text], sae)
+    vectors = _vectors(cache, sae)
+    strengths = sae.encode(vectors)
+    active = []
+    for position, row in enumerate(strengths):
+        order = np.argsort(-row, kind="stable")[: int((row > 0).sum())]
+        active.append(
+            tuple(
+                ActiveFeature(int(n), float(row[n]), position, cache.texts[position])
+                for n in order[:top]
+            )
+        )
+    missing = ((vectors - sae.decode(strengths)) ** 2).sum(-1)
+    total = (vectors**2).sum(-1)
+    return TokenFeatures(
+        cache.tokens, cache.texts, tuple(active), np.asarray(missing / total, np.float32)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureExample:
+    """A place of a corpus where a feature is strong."""
+
+    text_index: int
+    position: int
+    strength: float
+    before: str
+    token: str
+    after: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def feature_examples(
+    lm: Session, texts: Iterable[TextLike], sae: SparseAutoencoder, feature: int, n: int = 10
+) -> list[FeatureExample]:
+    """Return the places of a corpus where a feature is strongest, one for each text."""
+    number = check_int("feature", feature, 0, sae.num_features - 1)
+    check_int("n", n, 1)
+    best: list[tuple[float, int, FeatureExample]] = []
+    batch: list[TextLike] = []
+    start = 0
+
+    def read_batch() -> None:
+        nonlocal start
+        for index, cache in enumerate(_read(lm, batch, sae), start):
+            strengths = sae.encode(_vectors(cache, sae))[:, number]
+            at = int(strengths.argmax())
+            if strengths[at] > 0:
+                example = FeatureExample(
+                    index,
+                    at,
+                    float(strengths[at]),
+                    "".join(cache.texts[max(0, at - _EXAMPLE_TOKENS) : at]),
+                    cache.texts[at],
+                    "".join(cache.texts[at + 1 : at + 1 + _EXAMPLE_TOKENS]),
+                )
+                heapq.heappush(best, (example.strength, -index, example))
+                if len(best) > n:
+                    heapq.heappop(best)
+        start += len(batch)
+        batch.clear()
+
+    for text in texts:
+        batch.append(text)
+        if len(batch) == _READ_TEXTS:
+            read_batch()
+    if batch:
+        read_batch()
+    return [example for _, _, example in sorted(best, key=lambda item: item[:2], reverse=True)]
+
+
+def _read(lm: Session, texts: Sequence[TextLike], sae: SparseAutoencoder) -> Any:
+    if sae.encoder.shape[1] != lm.config.width and sae.site != "head_out":
+        raise SettingsError(
+            f"the autoencoder reads vectors of width {sae.encoder.shape[1]}, and the model has "
+            f"{lm.config.width}: it is of another model"
+        )
+    layers = None if sae.site in ("embedding", "final_norm") else sae.layer
+    return activation_caches(lm, list(texts), sites=sae.site, layers=layers)
+
+
+def _vectors(cache: Any, sae: SparseAutoencoder) -> Floats:
+    array = cache[sae.site]
+    rows = array[0] if sae.site in cache.layers else array
+    return np.asarray(rows.reshape(len(rows), -1))
