@@ -14,6 +14,16 @@ from typing import TYPE_CHECKING, Any
 from unspool.errors import BatchError, ContextError, ModelFileError, SettingsError, UnspoolError
 
 if TYPE_CHECKING:
+    from unspool.backends.interventions import (
+        Add,
+        ClampFeature,
+        Function,
+        Intervention,
+        MeanAblate,
+        ProjectOut,
+        Replace,
+        Scale,
+    )
     from unspool.costs.measuring import measure_costs
     from unspool.decoding.infill.result import gap
     from unspool.engine.generation import Generation, Generations
@@ -26,13 +36,21 @@ if TYPE_CHECKING:
 __version__ = "1.0.0"
 
 __all__ = [
+    "Add",
     "BatchError",
+    "ClampFeature",
     "ContextError",
+    "Function",
     "Generation",
     "Generations",
+    "Intervention",
     "LanguageModel",
+    "MeanAblate",
     "ModelFileError",
     "Options",
+    "ProjectOut",
+    "Replace",
+    "Scale",
     "Score",
     "SettingsError",
     "Step",
@@ -44,7 +62,12 @@ __all__ = [
     "measure_costs",
 ]
 
+_INTERVENTIONS = (
+    "Add", "ClampFeature", "Function", "Intervention", "MeanAblate", "ProjectOut", "Replace",
+    "Scale",
+)  # fmt: skip
 _MODULES = {  # of names that are imported when they are first used
+    **dict.fromkeys(_INTERVENTIONS, "unspool.backends.interventions"),
     "gap": "unspool.decoding.infill.result",
     "load": "unspool.loading",
     "measure_costs": "unspool.costs.measuring",

@@ -19,7 +19,7 @@ inside. These are imported when they are first used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
@@ -33,6 +33,7 @@ from unspool.errors import SettingsError, UnspoolError
 from unspool.session import Messages, Prompt, Session
 
 if TYPE_CHECKING:
+    from unspool.backends.interventions import Intervention
     from unspool.backends.step import Floats
     from unspool.decoding.branches import Ranking, Scorer
     from unspool.decoding.diffusion.diffuse import DiffusionStream
@@ -47,11 +48,15 @@ if TYPE_CHECKING:
     from unspool.decoding.search.tree import SearchTree, Thought
     from unspool.decoding.search.verifiers import Extract
     from unspool.engine.canvas import Canvas
+    from unspool.lens.activation_cache import ActivationCache, Layers, Names, Positions
+    from unspool.lens.activation_files import SavedActivations
     from unspool.lens.activations import Activations, TextLike
     from unspool.lens.attribution import Attribution
     from unspool.lens.embeddings import Neighbour
     from unspool.lens.logit_lens import LogitLens
+    from unspool.lens.patching import Axis, Sweep
     from unspool.lens.replay import Replay
+    from unspool.lens.steering import Steer, SteeringVector
     from unspool.lens.trace import Trace
 
 Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | list[Prompt]
@@ -605,6 +610,275 @@ class LanguageModel(Session):
         from unspool.decoding.search.think import stream_think
 
         return stream_think(self, prompt, policy=policy, judge=judge, budget=budget, **options)
+
+    # -- activations and interventions --------------------------------------------------------
+
+    @overload
+    def activations(
+        self,
+        text: TextLike,
+        *,
+        sites: Names = ...,
+        layers: Layers = None,
+        positions: Positions = None,
+        interventions: Any = None,
+        steer: Steer | None = None,
+    ) -> ActivationCache: ...
+
+    @overload
+    def activations(
+        self,
+        text: Prompts | Sequence[Generation],
+        *,
+        sites: Names = ...,
+        layers: Layers = None,
+        positions: Positions = None,
+        interventions: Any = None,
+        steer: Steer | None = None,
+    ) -> list[ActivationCache]: ...
+
+    def activations(
+        self,
+        text: TextLike | Prompts | Sequence[Generation],
+        *,
+        sites: Names = ("resid_post",),
+        layers: Layers = None,
+        positions: Positions = None,
+        interventions: Any = None,
+        steer: Steer | None = None,
+    ) -> ActivationCache | list[ActivationCache]:
+        """Read activations as named numpy arrays: `lm.activations("Hi")["resid_post"]`.
+
+        text           a text, token ids, a generation (read as it was written, with its adapter
+                       and interventions), or a list of them, computed together.
+        sites          names of sites: embedding, resid_pre, resid_mid, resid_post, attn_out,
+                       head_out, mlp_out, recurrent_out, final_norm, pattern, logits; on the torch
+                       backend also q, k, v, mlp_hidden. Or hook names of TransformerLens, such as
+                       `blocks.5.hook_resid_post`.
+        layers         an integer or several, from 0; negative: from the end; None: all.
+        positions      "all", "last", "generated", an integer, a slice or a list of integers.
+        interventions  what is changed inside the model while it is read.
+        steer          steering vectors, as in `generate`.
+
+        Arrays have an axis for layers, if the site has layers, and one for positions. A hook name
+        as the key gives one layer.
+        """
+        from unspool.backends.interventions import as_interventions
+        from unspool.lens.activation_cache import activation_caches
+
+        batch = split_batch(text)
+        caches = activation_caches(
+            self,
+            batch or [cast("TextLike", text)],
+            sites=sites,
+            layers=layers,
+            positions=positions,
+            interventions=(*as_interventions(interventions), *self.parse_steering(steer)),
+        )
+        return list(caches) if batch else next(caches)
+
+    def save_activations(
+        self,
+        texts: str | Path | Iterable[Prompt],
+        folder: str | Path,
+        *,
+        sites: Names = ("resid_post",),
+        layers: Layers = None,
+        positions: Positions = None,
+        field: str = "text",
+        max_tokens: int | None = None,
+        dtype: str = "float32",
+        format: Literal["safetensors", "parquet"] = "safetensors",
+        shard_bytes: int = 256 << 20,
+        progress: bool = True,
+    ) -> SavedActivations:
+        """Write the activations of many texts to a folder. The same call resumes after a stop.
+
+        texts          a file (JSON lines, or lines of text), or an iterable of prompts.
+        field          the text in each JSON object.
+        max_tokens     longer texts are cut; by default to the context.
+        dtype          float32 or float16.
+        format         safetensors, or parquet (needs pyarrow).
+        shard_bytes    size of a shard, which is held in memory until it is full.
+
+        Each shard has a row for each position: `text`, `position`, `token`, and the activations by
+        their hook names. Other arguments as in `activations`.
+        """
+        from unspool.lens.activation_files import count_texts, read_corpus, save_activations
+        from unspool.progress import progress_bar
+
+        source, total = texts, 0
+        if isinstance(texts, str | Path):
+            path = Path(texts).expanduser()
+            total, source = count_texts(path, field), read_corpus(path, field)
+        elif isinstance(texts, Sequence):
+            total = len(texts)
+        with progress_bar("reading", total, show=progress and bool(total)) as report:
+            return save_activations(
+                self,
+                cast("Iterable[Prompt]", source),
+                folder,
+                sites=sites,
+                layers=layers,
+                positions=positions,
+                max_tokens=max_tokens,
+                dtype=dtype,
+                format=format,
+                shard_bytes=shard_bytes,
+                report=report,
+            )
+
+    def steering_vector(
+        self,
+        positive: Sequence[TextLike],
+        negative: Sequence[TextLike],
+        *,
+        layers: Layers = None,
+        method: Literal["mean", "pca"] = "mean",
+        pool: Literal["last", "mean"] = "last",
+        name: str = "",
+    ) -> SteeringVector:
+        """Fit a steering vector from texts with and without a property.
+
+        layers    layers to steer, from 0; None: all but the first, as in a control vector.
+        method    "mean": difference of the means. "pca": first principal component of the
+                  differences of pairs.
+        pool      which tokens of a text count: "last", or the "mean" of all.
+
+        Use it with `steer=[(vector, 1.5)]`; more layers steer more strongly.
+        """
+        from unspool.lens.steering import fit_steering_vector
+
+        return fit_steering_vector(
+            self, positive, negative, layers=layers, method=method, pool=pool, name=name
+        )
+
+    def load_steering_vector(
+        self, vector: str | Path | SteeringVector, name: str | None = None
+    ) -> SteeringVector:
+        """Load a GGUF control vector (of Unspool, llama.cpp or repeng), and register its name.
+
+        lm.load_steering_vector("happy.gguf")
+        lm.generate("My day was", steer={"happy": 1.5})
+        """
+        from unspool.lens.steering import SteeringVector, load_steering_vector
+
+        is_vector = isinstance(vector, SteeringVector)
+        loaded = vector if isinstance(vector, SteeringVector) else load_steering_vector(vector)
+        label = name or (loaded.name if is_vector else Path(str(vector)).stem)
+        if not label:
+            raise SettingsError("the steering vector needs a name")
+        self._check_vector(loaded)
+        self._shared.steering_vectors = {**self.steering_vectors, label: loaded}
+        return loaded
+
+    @property
+    def steering_vectors(self) -> dict[str, SteeringVector]:
+        """Steering vectors that `steer` may name; the default model has some."""
+        if self._shared.steering_vectors is None:
+            from unspool.lens.steering import shipped_vectors
+
+            self._shared.steering_vectors = shipped_vectors() if self.is_default else {}
+        return dict(self._shared.steering_vectors)
+
+    def parse_steering(self, value: Any) -> tuple[Intervention, ...]:
+        if value is None:
+            return ()
+        from unspool.lens.steering import combine, parse_steer
+
+        vectors = parse_steer(value, self.steering_vectors)
+        for vector in vectors:
+            self._check_vector(vector)
+        return combine(vectors)
+
+    def _check_vector(self, vector: SteeringVector) -> None:
+        fingerprint = self.model.fingerprint() if vector.fingerprint else ""
+        vector.check_model(self.config.layers, self.config.width, fingerprint)
+
+    def patch(
+        self,
+        clean: TextLike,
+        corrupted: TextLike,
+        *,
+        metric: Callable[[Floats], float] | None = None,
+        answer: int | str | None = None,
+        other: int | str | None = None,
+        site: str = "resid_post",
+        sweep: Sequence[Axis] | None = None,
+        layers: Layers = None,
+        positions: Positions = None,
+        heads: Sequence[int] | None = None,
+        progress: bool = True,
+    ) -> Sweep:
+        """Activation patching: which activations carry what the two texts differ in.
+
+        Each run reads the corrupted text, with one activation replaced by that of the clean text.
+
+        clean, corrupted   two texts with the same number of tokens.
+        answer, other      tokens: the metric is the logit of `answer` minus that of `other`, or the
+                           log-probability of `answer` alone.
+        metric             instead: a function of the logits [vocabulary] at the last position.
+        site               what is replaced; see `activations`.
+        sweep              axes of the table: "layer", "position", "head"; others are replaced
+                           together. By default layer and position, for head_out layer and head.
+        """
+        from unspool.lens.patching import patch
+
+        return patch(
+            self,
+            clean,
+            corrupted,
+            metric=metric,
+            answer=answer,
+            other=other,
+            site=site,
+            sweep=sweep,
+            layers=layers,
+            positions=positions,
+            heads=heads,
+            progress=progress,
+        )
+
+    def ablate(
+        self,
+        text: TextLike,
+        *,
+        metric: Callable[[Floats], float] | None = None,
+        answer: int | str | None = None,
+        other: int | str | None = None,
+        site: str = "head_out",
+        sweep: Sequence[Axis] | None = None,
+        layers: Layers = None,
+        positions: Positions = None,
+        heads: Sequence[int] | None = None,
+        reference: Sequence[TextLike] | None = None,
+        progress: bool = True,
+    ) -> Sweep:
+        """Ablation: what a metric becomes without each head, or another part, in turn.
+
+        site        what is removed: head_out, attn_out, mlp_out, ...
+        reference   texts over whose tokens the part is averaged (mean ablation); None: the part
+                    is set to zero.
+
+        Without answer and metric the metric is the mean log-probability of the text's tokens. Other
+        arguments as in `patch`.
+        """
+        from unspool.lens.patching import ablate
+
+        return ablate(
+            self,
+            text,
+            metric=metric,
+            answer=answer,
+            other=other,
+            site=site,
+            sweep=sweep,
+            layers=layers,
+            positions=positions,
+            heads=heads,
+            reference=reference,
+            progress=progress,
+        )
 
     # -- inspection ---------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from unspool.errors import UnspoolError
 
-VERSION = 12  # of the interface; the library must have the same
+VERSION = 13  # of the interface; the library must have the same
 _FUNCTIONS = (  # of the library, each with the prefix unspool_
     "above", "available_isas", "compiler", "copy_page", "counts", "exp", "isa", "join_strings",
     "leading", "log", "measure", "model_free", "model_new", "multiply", "pack_parts",

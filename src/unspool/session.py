@@ -22,6 +22,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
+from unspool.backends.interventions import (
+    BranchInterventions,
+    Intervention,
+    check_interventions,
+)
 from unspool.backends.placement import check_torch
 from unspool.backends.step import LoadedModel
 from unspool.engine.engine import Engine
@@ -54,6 +59,7 @@ from unspool.text.tokenizer.pieces import incomplete_utf8, readable_pieces
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from unspool.lens.steering import SteeringVector
     from unspool.model.layers.transformer import Transformer
     from unspool.text.chat.template import ChatPrompt, ChatTemplate
 
@@ -168,7 +174,18 @@ class Session:
             self.single_token,
             self.adapter,
             self.thinking,
+            self.check_interventions,
+            self.parse_steering,
         )
+
+    def parse_steering(self, value: Any) -> tuple[Intervention, ...]:
+        """Return the interventions of an option `steer`; implemented by `LanguageModel`."""
+        raise NotImplementedError
+
+    def check_interventions(self, interventions: Sequence[Intervention]) -> None:
+        """Raise SettingsError if the model or its backend cannot apply the interventions."""
+        sites, fingerprint = self.engine.backend.sites, self.model.fingerprint
+        check_interventions(interventions, self.config, sites, fingerprint)
 
     @cached_property
     def thought_format(self) -> ReasoningFormat | None:
@@ -280,10 +297,14 @@ class Session:
         return replace(generation, request=request, source=self)
 
     def choices(
-        self, tokens: Sequence[int], top: int, adapter: str | None = None
+        self,
+        tokens: Sequence[int],
+        top: int,
+        adapter: str | None = None,
+        interventions: BranchInterventions | None = None,
     ) -> tuple[Candidate, ...]:
         """Return the most likely tokens after these."""
-        with self.open_branch(tokens, adapter) as branch:
+        with self.open_branch(tokens, adapter, interventions) as branch:
             logits = self.engine.extend(branch)
         scores = score_logits(logits[-1:], [0], top)
         best = zip(scores.top_tokens[0], scores.top_logprobs[0], strict=True)
@@ -296,12 +317,16 @@ class Session:
         )
 
     def chosen_steps(
-        self, tokens: Sequence[int], addition: str | int | Sequence[int], adapter: str | None = None
+        self,
+        tokens: Sequence[int],
+        addition: str | int | Sequence[int],
+        adapter: str | None = None,
+        interventions: BranchInterventions | None = None,
     ) -> list[Step]:
         """Return steps for tokens that a person appends to these, with the model's scores."""
         added = self._chosen_ids(addition)
         self.prompt_ids([*tokens, *added])
-        with self.open_branch([*tokens, *added[:-1]], adapter) as branch:
+        with self.open_branch([*tokens, *added[:-1]], adapter, interventions) as branch:
             logits = self.engine.extend(branch, num_logits=len(added))
         return chosen_steps(logits, added, len(tokens), self._token_bytes)
 
@@ -328,7 +353,10 @@ class Session:
                 "the text outgrew the context, so it cannot be explained afterwards; generate it "
                 "with explain=True"
             )
-        with self.open_branch(generation.prompt, generation.request.adapter) as branch:
+        request = generation.request
+        with self.open_branch(
+            generation.prompt, request.adapter, request.branch_interventions()
+        ) as branch:
             return explain(self.engine, branch, generation.request, generation.steps, top)
 
     # -- adapters (see `model/adapters.py`) ------------------------------------------------------
@@ -392,12 +420,17 @@ class Session:
         return engine
 
     @contextmanager
-    def open_branch(self, tokens: Sequence[int], adapter: str | None = None) -> Iterator[Branch]:
+    def open_branch(
+        self,
+        tokens: Sequence[int],
+        adapter: str | None = None,
+        interventions: BranchInterventions | None = None,
+    ) -> Iterator[Branch]:
         """Open a branch with these tokens, read left to right; it is released at the end."""
         self.config.require_causal()
         if adapter is not None and not isinstance(adapter, str):
             raise SettingsError(f"adapter must be the name of a loaded adapter, got {adapter!r}")
-        branch = self.engine.open(tokens, adapter or self.adapter)
+        branch = self.engine.open(tokens, adapter or self.adapter, interventions)
         try:
             yield branch
         finally:
@@ -544,6 +577,8 @@ class _Shared:
         self.engine: Engine | None = None  # started by the first request
         self.finalizer: weakref.finalize[Any, Any] | None = None
         self.is_closed = False
+        # By name; None: those of the default model are not read yet.
+        self.steering_vectors: dict[str, SteeringVector] | None = None
         self.lock = threading.Lock()  # held while the engine starts or closes
 
 

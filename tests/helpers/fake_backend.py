@@ -22,6 +22,7 @@ class FakeBackend:
     limits = StepLimits()
     overlaps = False
     echoes = True
+    sites = frozenset()
     state_bytes = state_count = 0
 
     def __init__(self, probabilities: Any, *, page_count: int = 512, context: int = 64) -> None:

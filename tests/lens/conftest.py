@@ -27,3 +27,9 @@ def family_lm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
         return unspool.load(folder, backend="torch", memory=8 << 20)
 
     return load
+
+
+@pytest.fixture(scope="session")
+def torch_small(small_default: Any) -> Any:
+    """The small model on torch, in 32 bits."""
+    return unspool.load(small_default, backend="torch", memory=64 << 20)

@@ -63,7 +63,7 @@ def test_a_file_that_was_saved_before_is_still_read():
     trace = load_trace(file)
     older = json.loads(file.read_text())
     older["limits"]["endless"] = None  # which came later, as did these
-    older |= {"thoughts": "", "think_budget": None}
+    older |= {"thoughts": "", "think_budget": None, "interventions": []}
     assert trace.to_dict() == older
     first, last = trace.steps
     assert first.chosen and first.bytes == b"\xff\x00" and first.logprob == -math.inf

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from unspool.backends.interventions import OUTPUT_SITES, StepInterventions
 from unspool.errors import SettingsError, UnspoolError
 from unspool.model.config import ModelConfig
 from unspool.model.hub.memory import free_memory as free_memory
@@ -62,14 +63,25 @@ class ObserveRequest:
     layers: tuple[int, ...] | None = None
     attention: Ints = field(default_factory=empty_ints)
     parts: Ints = field(default_factory=empty_ints)
+    # Values at any sites (`interventions.SITES`): (site, layer), each at all these tokens.
+    tokens: Ints = field(default_factory=empty_ints)
+    sites: tuple[tuple[str, int], ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(len(self.residuals) or len(self.attention) or len(self.parts))
+        return bool(
+            len(self.residuals) or len(self.attention) or len(self.parts) or len(self.tokens)
+        )
 
     @property
     def is_layer_tap(self) -> bool:
         """Whether only the inputs of some layers are requested, as drafting heads do."""
-        return self.layers is not None and not len(self.attention) and not len(self.parts)
+        has_others = len(self.attention) or len(self.parts) or len(self.tokens)
+        return self.layers is not None and not has_others
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether values after the last layer are read, which few tokens have."""
+        return any(site in OUTPUT_SITES for site, _ in self.sites)
 
     def select_layers(self, vectors: list[Tensor]) -> list[Tensor]:
         """Select the requested layers from the inputs of all layers and the final output."""
@@ -93,6 +105,8 @@ class Observations:
     # heads] with the gate (how much is written, or let out), the decay of the old state, and the
     # norm of the new state; NaN in attention layers.
     recurrent: list[Floats] = field(default_factory=list)
+    # [tokens, width] by site and layer, after the interventions at that site.
+    sites: dict[tuple[str, int], Floats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +162,8 @@ class StepBatch:
     # Intermediate states to save, [n, 2]: token index, slot that receives the state after it;
     # ascending, at most one of each token.
     state_captures: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    # What is changed inside the model, for some of the tokens; None: nothing.
+    interventions: StepInterventions | None = None
 
 
 @dataclass(slots=True)
@@ -233,6 +249,7 @@ class Backend(Protocol):
     limits: StepLimits
     overlaps: bool  # whether a step can be launched before the previous result is read
     echoes: bool  # whether a token's keys and values can be written to several rows
+    sites: frozenset[str]  # that interventions may change and observations may read
 
     def launch(self, batch: StepBatch) -> StepHandle:
         """Start a step; its result may be read later."""

@@ -40,6 +40,7 @@ def chat(
     effort: o.Effort = None,
     think_budget: o.ThinkBudget = None,
     adapter: o.Adapter = None,
+    steer: o.Steer = None,
     quiet: o.Quiet = False,
     resume: Annotated[
         str | None,
@@ -74,6 +75,7 @@ def chat(
     }  # fmt: skip
     o.check(options)
     lm = o.with_adapter(model_choice.load(), adapter)
+    options["steer"] = o.parse_steer(lm, steer)
     conversation = Conversation(lm, system, o.thinking(think, effort))
     store = _ChatStore(None if adapter else o.state_folder(state, no_state), lm)
     if resume is not None:

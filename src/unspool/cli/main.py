@@ -39,6 +39,9 @@ _COMMANDS = {
         Command("explore", "unspool.cli.explore:explore", "Inspect"),
         Command("tokenize", "unspool.cli.inspection:tokenize", "Inspect"),
         Command("score", "unspool.cli.inspection:score", "Inspect"),
+        Command("activations", "unspool.cli.activations:activations", "Inspect"),
+        Command("patch", "unspool.cli.activations:patch", "Inspect"),
+        Command("vector", "unspool.cli.activations:vector", "Inspect"),
         Command(
             "sessions",
             "unspool.cli.sessions:sessions",

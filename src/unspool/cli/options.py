@@ -92,6 +92,14 @@ Probs = Annotated[bool, typer.Option("--probs", help="Colour tokens by probabili
 Adapter = Annotated[
     Path | None, typer.Option("--adapter", help="A LoRA adapter: a PEFT folder, or a training run.")
 ]
+Steer = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--steer",
+        metavar="NAME|FILE=STRENGTH",
+        help="Add a steering vector: one of the model's, or a GGUF control vector. Repeatable.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics at the end.")]
 _REASONING = "Reasoning (models that think before they answer)"
@@ -195,6 +203,31 @@ def with_adapter(lm: LanguageModel, folder: Path | None) -> LanguageModel:
         return lm
     lm.load_adapter("adapter", folder)
     return lm.adapted("adapter")
+
+
+def parse_steer(lm: LanguageModel, values: list[str] | None) -> list[tuple[Any, float]] | None:
+    """The steering vectors of --steer; a file is loaded, and a name must be one of the model's."""
+    vectors: list[tuple[Any, float]] = []
+    for value in values or ():
+        name, equals, strength = value.rpartition("=")
+        try:
+            number = float(strength) if equals else 1.0
+        except ValueError:
+            raise SettingsError(
+                f"--steer must be NAME=STRENGTH, for example happy=1.5, got {value!r}"
+            ) from None
+        label = name if equals else value
+        if label in lm.steering_vectors:
+            vectors.append((label, number))
+            continue
+        path = Path(label).expanduser()
+        if not path.is_file():
+            names = ", ".join(lm.steering_vectors) or "none"
+            raise SettingsError(
+                f"--steer: there is no steering vector or file {label!r} (the model's: {names})"
+            )
+        vectors.append((lm.load_steering_vector(path), number))
+    return vectors or None
 
 
 def load_helper(model: str | None) -> LanguageModel | None:

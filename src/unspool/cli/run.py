@@ -104,6 +104,7 @@ def run(
     effort: o.Effort = None,
     think_budget: o.ThinkBudget = None,
     adapter: o.Adapter = None,
+    steer: o.Steer = None,
     trace: Annotated[
         Path | None, typer.Option(help="Save all steps to this file, for unspool replay.")
     ] = None,
@@ -129,6 +130,7 @@ def run(
       unspool "A story without end" --endless -n 20000
       unspool "Hi" --json | jq -r 'select(.generation).generation.text'
       unspool "The sea" --adapter runs/poet/adapter
+      unspool "Tell me about your day" --steer cheerful=1.5
       unspool "Why is the sky blue?" -m GSAI-ML/LLaDA-8B-Instruct --diffuse
     """
     if message := hints.model_hint(prompt or ""):
@@ -167,6 +169,7 @@ def run(
     else:
         o.check(options)
     lm = o.with_adapter(model_choice.load(), adapter)
+    options["steer"] = o.parse_steer(lm, steer)
     if chat or (chat is None and lm.is_instruct):
         template_options = lm.think_options(thinking, options)
         ids: str | list[int] = lm.chat_prompt(text, system=system, **template_options).ids

@@ -164,11 +164,13 @@ def prefill_common_prefix(lm: Session, texts: Sequence[Generation]) -> None:
     Without this, texts that start in the same step would each compute it. Each text computes its
     last prompt token itself, for the logits.
     """
-    if len({text.request.adapter for text in texts}) > 1:
+    if len({(text.request.adapter, text.request.interventions) for text in texts}) > 1:
         return
-    prompts, adapter = [text.prompt for text in texts], texts[0].request.adapter
+    prompts, request = [text.prompt for text in texts], texts[0].request
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
     count = min(sum(1 for _ in alike), min(map(len, prompts)) - 1)
     if count > 0:
-        with lm.open_branch(prompts[0][:count], adapter) as branch:
+        with lm.open_branch(
+            prompts[0][:count], request.adapter, request.branch_interventions()
+        ) as branch:
             lm.engine.extend(branch)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from unspool.backends.interventions import BranchInterventions
 from unspool.backends.step import Logits
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation, texts_html, why_full
@@ -183,12 +184,17 @@ class HeldBranches:
         other, = branches.move([other])                   # prune: `one` is released
     """
 
-    def __init__(self, engine: Engine, adapter: str | None = None) -> None:
-        self._engine, self._adapter = engine, adapter
+    def __init__(
+        self,
+        engine: Engine,
+        adapter: str | None = None,
+        interventions: BranchInterventions | None = None,
+    ) -> None:
+        self._engine, self._adapter, self._interventions = engine, adapter, interventions
         self._branches: set[Branch] = set()
 
     def open(self, tokens: Sequence[int]) -> Branch:
-        branch = self._engine.open(tokens, self._adapter)
+        branch = self._engine.open(tokens, self._adapter, self._interventions)
         self._branches.add(branch)
         return branch
 

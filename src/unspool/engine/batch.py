@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unspool.backends.interventions import SpanCollector
 from unspool.backends.step import Observations, ObserveRequest, StepBatch, StepResult, TableUpdates
 from unspool.engine.drafting import DraftRow
 from unspool.engine.scheduler import EngineTask
@@ -61,6 +62,9 @@ class BatchBuilder:
         adapters: list[int] = []
         histories: _PenaltyHistories | None = None
         canvas_picks: list[tuple[int, SamplingRows]] = []  # index of the first pick, and the rows
+        spans: SpanCollector | None = None  # of the rows with interventions
+        site_tokens: list[int] = []  # whose values at the sites are returned
+        sites: dict[tuple[str, int], None] = {}
         for row, task in enumerate(rows):
             branch, first, until = task.branch, task.scheduled_start, task.scheduled_end
             start, at = branch.start, starts[row]
@@ -103,14 +107,21 @@ class BatchBuilder:
             if task.observed_positions:
                 row_observed = [p for p in sorted(task.observed_positions) if first <= p < until]
                 indices = [p - first + at for p in row_observed]
-                observed += indices
-                deep += indices if task.observe_attention else []
-                layers = None
+                if task.observed_sites:
+                    site_tokens += indices
+                    sites.update(dict.fromkeys(task.observed_sites))
+                else:
+                    observed += indices
+                    deep += indices if task.observe_attention else []
+                    layers = None
             elif task.hidden_layers:
                 row_observed = list(range(first, until))
                 observed += range(at, end)
                 if layers is not None:
                     layers.update(task.hidden_layers)
+            if branch.interventions is not None:
+                spans = spans or SpanCollector()
+                spans.add(branch.interventions, first, until, at)
             if isinstance(task, DraftRow) and task.sources:
                 draft_rows.append((slot, task))
             if branch.provisional is not None or branch.block:
@@ -160,11 +171,14 @@ class BatchBuilder:
             sample_indices=sampled_at,
             sampling=pick,
             logits_indices=np.array(logits) if logits else _EMPTY,
-            observe=_build_look(observed, deep, layers) if observed else None,
+            observe=_build_look(observed, deep, layers, site_tokens, sites)
+            if observed or site_tokens
+            else None,
             adapters=np.array(adapters) if any(adapters) else _EMPTY,
             echoes=_find_echoes(rows, starts, draft_rows) if draft_rows else _NO_COPIES,
             state_slots=states,
             state_captures=captures,
+            interventions=None if spans is None else spans.build(),
         ), slices
 
     def _first_integers(self, count: int) -> Ints:
@@ -200,11 +214,22 @@ def _visible_end(branch: Branch, positions: Ints) -> Ints:
     return np.where(positions >= (branch.provisional or 0), branch.length, positions + 1)
 
 
-def _build_look(observed: list[int], deep: list[int], layers: set[int] | None) -> ObserveRequest:
+def _build_look(
+    observed: list[int],
+    deep: list[int],
+    layers: set[int] | None,
+    site_tokens: list[int],
+    sites: dict[tuple[str, int], None],
+) -> ObserveRequest:
     indices = np.array(deep, np.int64)
     sorted_layers = None if layers is None else tuple(sorted(layers))
     return ObserveRequest(
-        residuals=np.array(observed), layers=sorted_layers, attention=indices, parts=indices
+        residuals=np.array(observed, np.int64),
+        layers=sorted_layers,
+        attention=indices,
+        parts=indices,
+        tokens=np.array(site_tokens, np.int64),
+        sites=tuple(sites),
     )
 
 
@@ -283,7 +308,8 @@ def scatter_results(
         The tasks whose branch is computed to its end, each with its error if sampling failed.
     """
     picks = list(zip(result.tokens.tolist(), result.logprobs.tolist(), strict=True))
-    num_logits = num_picked = num_observed = num_deep = 0  # outputs handed out so far
+    # Outputs handed out so far.
+    num_logits = num_picked = num_observed = num_deep = num_site_tokens = 0
     complete: list[tuple[EngineTask, Exception | None]] = []
     for part in slices:
         task, count, error = part.task, part.num_outputs, None
@@ -298,7 +324,15 @@ def scatter_results(
         elif count:
             task.logits.append(result.logits[num_logits : num_logits + count])
             num_logits += count
-        if part.observed and result.observations is not None:
+        if part.observed and result.observations is not None and task.observed_sites:
+            end = num_site_tokens + len(part.observed)
+            values = {
+                name: result.observations.sites[name][num_site_tokens:end]
+                for name in task.observed_sites
+            }
+            num_site_tokens = end
+            task.inside.append(Observations(first_position=part.observed[0], sites=values))
+        elif part.observed and result.observations is not None:
             task.inside.append(
                 _slice_inside(result.observations, part, layers, num_observed, num_deep)
             )

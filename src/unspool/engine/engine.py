@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from unspool import __version__
+from unspool.backends.interventions import BranchInterventions, check_readable
 from unspool.backends.step import Backend, Logits, Observations
 from unspool.engine.loop import Loop, concat_logits
 from unspool.engine.page_files import PageFiles, StoredPages, page_access, read_computed
@@ -197,14 +198,20 @@ class Engine:
         """Steps settled so far."""
         return self.loop.steps
 
-    def open(self, tokens: Sequence[int], adapter: str | None = None) -> Branch:
+    def open(
+        self,
+        tokens: Sequence[int],
+        adapter: str | None = None,
+        interventions: BranchInterventions | None = None,
+    ) -> Branch:
         """Open a branch; cached pages of its tokens are used."""
         self._check_length(len(tokens))
         current_scope().check()
         self._restore_pages(tokens, adapter)
         number = self.adapters.number
         branch = self.loop.call(
-            lambda: self.tree.open(tokens, adapter=number(adapter)), at_rest=False
+            lambda: self.tree.open(tokens, adapter=number(adapter), interventions=interventions),
+            at_rest=False,
         )
         branch.owner = self
         return branch
@@ -219,7 +226,8 @@ class Engine:
         """Write a branch to a file: its tokens, and what is computed of them."""
         self.release(self.fork(branch))  # puts its unfinished page into the prefix cache
         tokens = branch.tokens
-        stored = None if branch.private_id or branch.adapter else read_computed(self, tokens)
+        is_own = branch.private_id or branch.adapter or branch.interventions
+        stored = None if is_own else read_computed(self, tokens)
         if stored is None:
             width = self.backend.page_bytes if page_access(self) is not None else 0
             stored = StoredPages([], np.empty((0, width), np.uint8))
@@ -261,24 +269,28 @@ class Engine:
         at: frozenset[int],
         num_logits: int = 1,
         deep: bool = True,
+        sites: Sequence[tuple[str, int]] = (),
     ) -> Computed:
         """`extend`, with the activations at some positions.
 
-        Returns residuals and, if `deep`, attention weights and each layer's contribution.
+        Returns residuals and, if `deep`, attention weights and each layer's contribution; or only
+        the values at `sites`, each a site (`backends/interventions.py`) and a layer.
         """
-        return self._compute([(branch, tokens)], num_logits, at, deep)[0]
+        return self._compute([(branch, tokens)], num_logits, at, deep, tuple(sites))[0]
 
     def look_all(
         self,
         additions: Sequence[tuple[Branch, Sequence[int]]],
         *,
         at: frozenset[int] | Sequence[frozenset[int]],
+        num_logits: int | Sequence[int] = 1,
+        sites: Sequence[tuple[str, int]] = (),
     ) -> list[Computed]:
-        """`look` at the residuals of several branches, computed in the same steps.
+        """`look` at the residuals, or the `sites`, of several branches, computed in the same steps.
 
         `at` is one set of positions for all branches, or one set for each.
         """
-        return self._compute(additions, 1, at, False)
+        return self._compute(additions, num_logits, at, False, tuple(sites))
 
     def _compute(
         self,
@@ -286,7 +298,10 @@ class Engine:
         num_logits: int | Sequence[int],
         positions: frozenset[int] | Sequence[frozenset[int]],
         deep: bool,
+        sites: tuple[tuple[str, int], ...] = (),
     ) -> list[Computed]:
+        for site, _ in sites:
+            check_readable(site, self.backend.sites)
         for branch, tokens in additions:
             self._check_length(branch.length + len(tokens))
         counts = [num_logits] * len(additions) if isinstance(num_logits, int) else num_logits
@@ -307,6 +322,7 @@ class Engine:
                 tasks, observed, additions, strict=True
             ):
                 task.observed_positions, task.observe_attention = observed_positions, deep
+                task.observed_sites = sites
                 self.tree.append(branch, tokens)
             return tasks
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
+from unspool.backends.interventions import BranchInterventions
 from unspool.engine.request import Options, Request
 from unspool.engine.results import Candidate, Step, StepStream, Usage, brief
 from unspool.errors import SettingsError, UnspoolError, check_int, count
@@ -31,12 +32,20 @@ class GenerationModel(Protocol):
         """Continue a generation; return the stream of new steps."""
 
     def choices(
-        self, tokens: Sequence[int], top: int, adapter: str | None = None
+        self,
+        tokens: Sequence[int],
+        top: int,
+        adapter: str | None = None,
+        interventions: BranchInterventions | None = None,
     ) -> tuple[Candidate, ...]:
         """Return the most likely tokens after these."""
 
     def chosen_steps(
-        self, tokens: Sequence[int], chosen: str | int | Sequence[int], adapter: str | None = None
+        self,
+        tokens: Sequence[int],
+        chosen: str | int | Sequence[int],
+        adapter: str | None = None,
+        interventions: BranchInterventions | None = None,
     ) -> list[Step]:
         """Return steps for tokens that a person appends to these."""
 
@@ -101,7 +110,10 @@ class Generation:
     def choose(self, token: str | int | Sequence[int]) -> Generation:
         """Append a token id, several, or text of your own."""
         steps = self._writer().chosen_steps(
-            [*self.prompt, *self.tokens], token, self.request.adapter
+            [*self.prompt, *self.tokens],
+            token,
+            self.request.adapter,
+            self.request.branch_interventions(),
         )
         forked = self.fork()
         forked.steps = _redecode(forked.steps + steps, TextStream(), is_complete=True)
@@ -156,7 +168,8 @@ class Generation:
             return []
         before = [*self.prompt, *(step.token for step in self.steps[:first])]
         tokens = [step.token for step in part]
-        scores = self._writer().chosen_steps(before, tokens, self.request.adapter)
+        interventions = self.request.branch_interventions()
+        scores = self._writer().chosen_steps(before, tokens, self.request.adapter, interventions)
         return [
             replace(step, logprob=score.logprob, rank=score.rank, entropy=score.entropy)
             for step, score in zip(part, scores, strict=True)
@@ -198,7 +211,8 @@ class Generation:
         if not 0 <= index <= len(self.steps):
             raise SettingsError(f"index must be from 0 to {len(self.steps)}, got {index}")
         tokens = [*self.prompt, *self.tokens[:index]]
-        return self._writer().choices(tokens, top, self.request.adapter)
+        request = self.request
+        return self._writer().choices(tokens, top, request.adapter, request.branch_interventions())
 
     def _writer(self) -> GenerationModel:
         if self.source is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Annotated, Any, Protocol, TypedDict, TypeVar, get_type_hints, runtime_checkable
 
+from unspool.backends.interventions import BranchInterventions, Intervention, resolve
 from unspool.backends.step import Floats
 from unspool.engine.reasoning import ReasoningSpec
 from unspool.engine.results import Step
@@ -249,6 +250,17 @@ class Request:
     thinking: ReasoningSpec | None = None  # how the text contains reasoning; None: it does not
     adapter: str | None = None  # name of the LoRA adapter
     cached: bool = True  # False: the whole text is computed again for every token
+    interventions: tuple[Intervention, ...] = ()  # changes inside the model
+
+    def branch_interventions(self, length: int = 0) -> BranchInterventions | None:
+        """Return the interventions of the branch that computes the text; `length`: of the text so
+        far, which may have outgrown the context."""
+        if not self.interventions:
+            return None
+        kept = self.limits.endless or 0
+        return resolve(
+            self.interventions, len(self.prompt), kept, self.limits.num_truncated(length)
+        )
 
     def __repr__(self) -> str:
         return f"<Request {count(len(self.prompt), 'token')}, {self.settings!r}>"
@@ -329,6 +341,14 @@ class Options(SamplingOptions, total=False):
     end: Annotated[_Flag, "False: continue after an end token (True)"]
     priority: Annotated[_Int, "requests with a higher priority are scheduled first (0)"]
     adapter: Annotated[str | None, "name of a loaded LoRA adapter"]
+    interventions: Annotated[
+        Intervention | Sequence[Intervention | Mapping[str, Any]] | None,
+        "changes to the values inside the model (none)",
+    ]
+    steer: Annotated[
+        Any,  # see `lens/steering.py`
+        "steering vectors by strength: {'happy': 1.5} or [(vector, 1.5)] (none)",
+    ]
     cache: Annotated[_Flag, "False: compute the whole text again for every token (True)"]
     endless: Annotated[
         bool | int | None,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from unspool.backends.interventions import Intervention, as_interventions
 from unspool.engine.generation import Generation
 from unspool.engine.reasoning import CALL, ReasoningSpec
 from unspool.engine.request import NAMES, Drafter, DraftMaker, Limits, Request, parse_endless
@@ -54,6 +55,10 @@ class ModelFacts:
     single_token: Callable[[str], int]  # the id of a text that is one token
     adapter: str | None = None  # the default adapter
     thinking: Callable[[Sequence[int]], ReasoningSpec | None] = lambda prompt: None
+    # Raises SettingsError if the model cannot apply these interventions.
+    check_interventions: Callable[[Sequence[Intervention]], None] = lambda interventions: None
+    # The interventions of an option `steer`.
+    parse_steering: Callable[[Any], tuple[Intervention, ...]] = lambda steer: ()
 
 
 def as_strings(value: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
@@ -141,6 +146,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
         limits=limits,
         priority=_priority(remaining.pop("priority", 0)),
         adapter=_adapter(remaining.pop("adapter", model.adapter)),
+        interventions=_interventions(model, remaining),
         cached=check_bool("cache", remaining.pop("cache", True)),
         guards=_guards(remaining.pop("guard", None)),
         grammar=_grammar(model, remaining),
@@ -221,6 +227,8 @@ def continued_request(
     )
     if "adapter" in remaining:
         request = replace(request, adapter=_adapter(remaining.pop("adapter") or model.adapter))
+    if "interventions" in remaining or "steer" in remaining:
+        request = replace(request, interventions=_interventions(model, remaining))
     if "cache" in remaining:
         request = replace(request, cached=check_bool("cache", remaining.pop("cache")))
     if "guard" in remaining:
@@ -299,6 +307,17 @@ def _adapter(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise SettingsError(f"adapter must be the name of a loaded adapter, got {value!r}")
     return value or None
+
+
+def _interventions(model: ModelFacts, remaining: dict[str, Any]) -> tuple[Intervention, ...]:
+    """Return all changes inside the model; removes their options from `remaining`."""
+    interventions = (
+        *as_interventions(remaining.pop("interventions", None)),
+        *model.parse_steering(remaining.pop("steer", None)),
+    )
+    if interventions:
+        model.check_interventions(interventions)
+    return interventions
 
 
 def _guards(value: Any) -> GuardPolicy | None:

@@ -49,6 +49,7 @@ class EngineTask:
         "num_logits",
         "observe_attention",
         "observed_positions",
+        "observed_sites",
         "pick_floats",
         "pick_ints",
         "pick_number",
@@ -77,6 +78,8 @@ class EngineTask:
         self.logits: list[Logits] = []  # or the logits, one array a chunk
         self.inside: list[Observations] = []
         self.observed_positions: frozenset[int] = frozenset()  # return activations of these
+        # Which values to return of them instead: (site, layer), as in `interventions.SITES`.
+        self.observed_sites: tuple[tuple[str, int], ...] = ()
         self.observe_attention = True  # also attention and each layer's parts, not only residuals
         self.hidden_layers: tuple[int, ...] = ()  # hidden states to return for all tokens computed
         self.has_side_rows = False  # whether a draft tree has chains in rows of their own

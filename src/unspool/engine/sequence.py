@@ -114,7 +114,12 @@ class Sequence(EngineTask):
         for step in request.written:
             self._read(step)
         visible = limits.visible_tokens(tokens)
-        branch = scheduler.tree.open(visible, cached=request.cached, adapter=adapter)
+        branch = scheduler.tree.open(
+            visible,
+            cached=request.cached,
+            adapter=adapter,
+            interventions=request.branch_interventions(self.length),
+        )
         super().__init__(branch, priority=request.priority)
         try:
             self._prepare()
@@ -322,12 +327,17 @@ class Sequence(EngineTask):
 
     def _reopen_branch(self) -> Branch:
         """Continue on a new branch with the tokens that are visible now; they are read again."""
-        tree, adapter = self.scheduler.tree, self.branch.adapter
+        tree, request = self.scheduler.tree, self.request
         if self.pick_floats is not None:
             self.pick_ints[POSITION] = self.num_dropped
-        visible = self.request.limits.visible_tokens(self.history[: self.length].tolist())
-        self.scheduler.change_branch(self, tree.open(visible, cached=self.cached, adapter=adapter))
-        return self.branch
+        visible = request.limits.visible_tokens(self.history[: self.length].tolist())
+        interventions = request.branch_interventions(self.length)
+        adapter = self.branch.adapter
+        branch = tree.open(
+            visible, cached=self.cached, adapter=adapter, interventions=interventions
+        )
+        self.scheduler.change_branch(self, branch)
+        return branch
 
     def _emit(
         self, token: int, logprob: float, pick: Pick | None, draft_result: str | None

@@ -22,6 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
+from unspool.backends.interventions import BranchInterventions, token_of_key
 from unspool.backends.step import Logits
 from unspool.engine.states import PAGE, OutOfStatesError, State, StateCursor, StatePool
 from unspool.errors import UnspoolError
@@ -68,7 +69,11 @@ class PagePool:
 
 @dataclass(slots=True, eq=False)
 class PageNode:
-    """One page: its tokens, and the pages that followed it in some text."""
+    """One page: its tokens, and the pages that followed it in some text.
+
+    Tokens are kept by their keys: a token that interventions touch has another key than its id
+    (`BranchInterventions.keys`).
+    """
 
     tokens: tuple[int, ...]
     page: int
@@ -320,6 +325,7 @@ class Branch:
         "block",
         "canvas_adapter",
         "closed",
+        "interventions",
         "length",
         "node",
         "num_computed",
@@ -337,9 +343,16 @@ class Branch:
     )  # fmt: skip
 
     def __init__(
-        self, root: PageNode, adapter: int = 0, block: int = 0, *, stateful: bool = False
+        self,
+        root: PageNode,
+        adapter: int = 0,
+        block: int = 0,
+        interventions: BranchInterventions | None = None,
+        *,
+        stateful: bool = False,
     ) -> None:
         self.node = root  # the last full page, in the prefix cache
+        self.interventions = interventions  # what is changed inside the model; None: nothing
         self.adapter = adapter  # number of its LoRA adapter; 0: none
         self.canvas_adapter: int | None = None  # ... of its provisional end, if that has another
         self.block = block  # tokens attend to the end of their block of this size; 0: causal
@@ -370,7 +383,12 @@ class Branch:
         while node.parent is not None:
             parts.append(list(node.tokens))
             node = node.parent
-        return [token for part in reversed(parts) for token in part]
+        tokens = [token for part in reversed(parts) for token in part]
+        return tokens if self.interventions is None else list(map(token_of_key, tokens))
+
+    def keys(self, tokens: Sequence[int], start: int) -> Sequence[int]:
+        """Return what the prefix cache finds tokens from position `start` on by."""
+        return tokens if self.interventions is None else self.interventions.keys(tokens, start)
 
     def whole_blocks(self, length: int) -> int:
         """Return how many of the first `length` tokens are in complete blocks: what follows does
@@ -453,10 +471,15 @@ class Tree:
         return self.pool.free + self.index.evictable
 
     def open(
-        self, tokens: Sequence[int], cached: bool = True, adapter: int = 0, block: int = 0
+        self,
+        tokens: Sequence[int],
+        cached: bool = True,
+        adapter: int = 0,
+        block: int = 0,
+        interventions: BranchInterventions | None = None,
     ) -> Branch:
         """Open a branch with these tokens; cached pages are used unless `cached` is False."""
-        branch = self._new(self.index.root(adapter, block), adapter, block)
+        branch = self._new(self.index.root(adapter, block), adapter, block, interventions)
         self.index.attach(branch.node)
         branch.tail, branch.length = list(tokens), len(tokens)
         if self.is_hooked():
@@ -486,7 +509,7 @@ class Tree:
             max_reused = min(max_reused, branch.provisional)
         root, block = self.index.root(branch.adapter, branch.block), branch.block
         node, partial, length = self.index.match(
-            branch.tail[: max(0, branch.whole_blocks(max_reused))], root, block
+            branch.keys(branch.tail[: max(0, branch.whole_blocks(max_reused))], 0), root, block
         )
         self._move(branch, node)
         del branch.tail[: branch.start]
@@ -536,7 +559,7 @@ class Tree:
         if self.states is not None:
             self._fall_back(branch)
             self.states.publish_tip(branch)
-        other = self._new(branch.node, branch.adapter, branch.block)
+        other = self._new(branch.node, branch.adapter, branch.block, branch.interventions)
         self.index.attach(other.node)
         other.start, other.length = branch.start, branch.length
         other.tail = branch.tail.copy()
@@ -559,7 +582,7 @@ class Tree:
         draft tokens, with own pages; the prefix cache does not know it. The step of `branch`
         must be planned already: its pages and state slots are reserved.
         """
-        other = self._new(branch.node, branch.adapter)
+        other = self._new(branch.node, branch.adapter, interventions=branch.interventions)
         self.index.attach(other.node)
         other.start, other.num_computed = branch.start, branch.num_computed
         if branch.private_id:
@@ -707,11 +730,12 @@ class Tree:
         if num_full <= 0:
             return
         first = branch.start
+        keys = branch.keys(branch.tail, first)
         for number in range(num_full):
             page = branch.pages[number]
-            chunk = tuple(branch.tail[number * size : (number + 1) * size])
+            chunk = tuple(keys[number * size : (number + 1) * size])
             visible_end = self.index.visible_end(first + number * size, block) - first
-            lookahead = tuple(branch.tail[(number + 1) * size : visible_end])
+            lookahead = tuple(keys[(number + 1) * size : visible_end])
             node = self.index.insert(branch.node, chunk, page, lookahead, branch.private_id)
             if node.page != page:  # another branch had computed the same tokens
                 branch.num_table_pages = min(branch.num_table_pages, branch.node.depth)
@@ -749,8 +773,14 @@ class Tree:
                 self.copies[target] = self.copies.get(source, source)
                 return target
 
-    def _new(self, node: PageNode, adapter: int, block: int = 0) -> Branch:
-        return Branch(node, adapter, block, stateful=self.states is not None)
+    def _new(
+        self,
+        node: PageNode,
+        adapter: int,
+        block: int = 0,
+        interventions: BranchInterventions | None = None,
+    ) -> Branch:
+        return Branch(node, adapter, block, interventions, stateful=self.states is not None)
 
     def _fall_back(self, branch: Branch, first: int | None = None, *, store: bool = True) -> None:
         """Go back to the last kept recurrent state, at most at `first`; the rest is computed again.
@@ -809,7 +839,9 @@ class Tree:
         if length > node.depth * self.page_size:
             self._share_tail(branch, next_node)  # first: it keeps the page from being evicted
         self._move(branch, node)
-        branch.tail = list(next_node.tokens) if branch.shared_tail is not None else []
+        branch.tail = []
+        if branch.shared_tail is not None:
+            branch.tail = list(map(token_of_key, next_node.tokens))
         branch.num_computed = length
 
     def _trim(self, branch: Branch) -> None:
@@ -831,7 +863,7 @@ class Tree:
         filled = branch.whole_blocks(branch.start + filled) - branch.start
         if filled <= 0 or not branch.pages or (branch.block and self.page_size % branch.block):
             return
-        chunk = tuple(branch.tail[: min(filled, self.page_size)])
+        chunk = tuple(branch.keys(branch.tail[: min(filled, self.page_size)], branch.start))
         node = self.index.insert(branch.node, chunk, branch.pages[0], owner=branch.private_id)
         self._share_tail(branch, node)
         if self.states is not None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from unspool.backends.interventions import BranchInterventions
 from unspool.backends.step import Floats
 from unspool.engine.generation import Generation
 from unspool.errors import SettingsError, count
@@ -92,6 +93,11 @@ def to_token_ids(lm: Session, text: TextLike) -> list[int]:
 def adapter_name(text: TextLike) -> str | None:
     """Adapter of a generation."""
     return text.request.adapter if isinstance(text, Generation) else None
+
+
+def text_interventions(text: TextLike) -> BranchInterventions | None:
+    """Interventions of a generation."""
+    return text.request.branch_interventions() if isinstance(text, Generation) else None
 
 
 def resolve_token(lm: Session, token: int | str) -> int:
@@ -229,7 +235,7 @@ def get_activations(lm: Session, text: TextLike, position: int = -1) -> Activati
         )
     position %= len(tokens)
     prefix = tokens[: position + 1]  # later tokens cannot change the activations here
-    with lm.open_branch(prefix, adapter_name(text)) as branch:
+    with lm.open_branch(prefix, adapter_name(text), text_interventions(text)) as branch:
         observed = lm.engine.look(branch, at=frozenset({position}))
     (inside,) = observed.inside  # one position is in one chunk
     assert inside.residuals is not None and inside.parts is not None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
+from unspool.backends.interventions import resolve
 from unspool.engine.generation import Generation
 from unspool.engine.reasoning import CALL, ReasoningSpec
 from unspool.engine.request import Limits, Request
@@ -151,6 +152,7 @@ def replay(
         else None,
         guards=guards,
         thinking=_thinking(lm, trace),
+        interventions=trace.interventions,
     )
     judged = _score_steps(lm, trace, num_given)
     now = Generation(request, judged, empty_reason=trace.empty_reason, source=lm)
@@ -172,6 +174,7 @@ def generation_from(lm: Session, trace: Trace) -> Generation:
         grammar=None if grammar is None else Grammar.compile(grammar, lm.grammar_vocabulary),
         guards=trace.guards,
         thinking=_thinking(lm, trace),
+        interventions=trace.interventions,
     )
     stream, steps = TextStream(), list[Step]()
     for step in trace.steps:  # files do not have what follows from the bytes
@@ -212,6 +215,7 @@ def _check_fits(lm: Session, trace: Trace) -> None:
                 f"the trace has token {token}, but this model's vocabulary ends at {size - 1}; "
                 "replay it with the model that wrote it"
             )
+    lm.check_interventions(trace.interventions)
 
 
 def _generate(lm: Session, generation: Generation, limit_tokens: int | None) -> None:
@@ -228,7 +232,8 @@ def _score_steps(lm: Session, trace: Trace, count: int) -> list[Step]:
         return []
     scored: list[Step] = []
     tokens = trace.tokens
-    with lm.open_branch(trace.prompt) as branch:
+    interventions = resolve(trace.interventions, len(trace.prompt))
+    with lm.open_branch(trace.prompt, interventions=interventions) as branch:
         logits = lm.engine.extend(branch, num_logits=1)
         while True:
             start = len(scored)

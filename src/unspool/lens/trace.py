@@ -30,6 +30,7 @@ from pydantic import (
     create_model,
 )
 
+from unspool.backends.interventions import Intervention
 from unspool.engine.generation import Generation, check_generation
 from unspool.engine.request import Limits
 from unspool.engine.results import Candidate, Step, brief
@@ -83,6 +84,7 @@ class Trace:
     guards: GuardPolicy | None = None  # that could rewind the text
     thoughts: str = ""  # "answer" or "call" if reasoning is separated from it
     think_budget: int | None = None  # reasoning tokens
+    interventions: tuple[Intervention, ...] = ()  # changes inside the model
     guarded: bool = False  # had guards, even if `guards` cannot hold them (a caller's function)
 
     def __repr__(self) -> str:
@@ -144,6 +146,7 @@ def trace_of(lm: Session, generation: Generation) -> Trace:
         grammar=request.grammar.spec if request.grammar is not None else None,
         thoughts="" if thinking is None else "call" if thinking.is_call else "answer",
         think_budget=None if thinking is None else thinking.budget,
+        interventions=request.interventions,
         guards=guards if can_save else None,
         guarded=guards is not None,
     )
@@ -156,6 +159,8 @@ def saved_fields(kind: Any) -> list[dataclasses.Field[Any]]:
 
 def to_json_value(value: Any) -> Any:
     """Convert to JSON types; `trace_from` and `from_json_value` read it back."""
+    if isinstance(value, Intervention):
+        return value.to_dict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json_value(getattr(value, f.name)) for f in saved_fields(value)}
     if isinstance(value, float) and not math.isfinite(value):
@@ -206,7 +211,10 @@ _INT_TYPES: dict[Any, Any] = dict.fromkeys((GuardPolicy, *GUARD_NAMES), _Size)
 _INT_TYPES[SamplingSettings] = Annotated[_Int, Field(ge=-1, le=1_000_000_000)]
 # Class -> fields with narrower types, or with another representation.
 _FIELD_TYPES: dict[Any, dict[str, Any]] = {
-    Trace: {"prompt": tuple[_Token, ...]},
+    Trace: {
+        "prompt": tuple[_Token, ...],
+        "interventions": tuple[Annotated[Any, AfterValidator(Intervention.from_dict)], ...],
+    },
     Candidate: {"token": _Token, "probability": Annotated[_Finite, Field(ge=0, le=1)]},
     StageReport: {"top": tuple[tuple[_Token, _Real], ...]},
     Limits: {"context": Annotated[_Count, Field(ge=1)], "end_ids": frozenset[_Token]},
@@ -232,7 +240,7 @@ _FIELD_TYPES: dict[Any, dict[str, Any]] = {
 # Class -> fields that older files lack, and their defaults.
 _ADDED_FIELDS: dict[Any, dict[str, Any]] = {
     Limits: {"endless": None},
-    Trace: {"thoughts": "", "think_budget": None},
+    Trace: {"thoughts": "", "think_budget": None, "interventions": ()},
 }
 
 

@@ -12,13 +12,14 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from unspool.backends.cpu.interventions import CpuInterventions
 from unspool.backends.cpu.packing import LANES
 from unspool.backends.cpu.structures import (
     LOW_RANK,
@@ -33,6 +34,7 @@ from unspool.backends.cpu.structures import (
     native_functions,
 )
 from unspool.backends.cpu.threads import FORKED
+from unspool.backends.interventions import NATIVE_SITES, OUTPUT_SITES, site_width
 from unspool.backends.step import (
     RECURRENT_STATS,
     BlockTable,
@@ -223,6 +225,7 @@ class CpuBackend:
 
     limits = StepLimits()
     overlaps = False
+    sites = NATIVE_SITES
 
     def __init__(self, model: PlannedModel, *, memory: int | None, context: int) -> None:
         config = model.config
@@ -253,6 +256,7 @@ class CpuBackend:
         self._lock = threading.Lock()
         self._table = BlockTable()
         self._adapters = CpuAdapters(model.plan)
+        self._interventions = CpuInterventions(model.plan)
         self._logits = np.empty((0, self.vocab_size), np.float32)
 
     def launch(self, batch: StepBatch) -> CompletedStep:
@@ -310,6 +314,10 @@ class CpuBackend:
             if num_logits
             else batch.sample_indices
         )
+        look = batch.observe
+        num_read = len(look.tokens) if look is not None and look.reads_outputs else 0
+        if look is not None and num_read:
+            output_tokens = np.concatenate((output_tokens, look.tokens))
         arrays = [
             contiguous(array)
             for array in (
@@ -330,8 +338,12 @@ class CpuBackend:
             starts = contiguous(np.searchsorted(batch.echoes[:, 0], np.arange(count + 1)))
             structure.echo_starts, structure.echo_slots = address_of(starts), address_of(echo_slots)
         state_arrays = self._set_states(structure, batch) if self.state_bytes else ()
-        logits = self._logits_buffer(num_sampled, num_logits)
-        observer = _CpuObserver(self.model, batch, batch.observe) if batch.observe else None
+        changes = None
+        if batch.interventions is not None:
+            changes = self._interventions.for_step(batch.interventions, count)
+            structure.changes = ctypes.addressof(changes.struct)
+        logits = self._logits_buffer(num_sampled, num_logits + num_read)
+        observer = _CpuObserver(self.model, batch, look, num_read) if look else None
         status = native_functions().unspool_run(
             self._runner.handle,
             ctypes.addressof(self._kv_cache),
@@ -340,7 +352,8 @@ class CpuBackend:
             ctypes.addressof(observer.taps) if observer else None,
             address_of(logits),
         )
-        del state_arrays
+        del state_arrays, changes
+        logits = logits[: num_sampled + num_logits]
         if status:
             raise UnspoolError(_ERRORS[status].format(count=count))
         inside = observer.inside() if observer else None
@@ -428,23 +441,37 @@ class _RopeTables:
 
 
 class _CpuObserver:
-    """Buffers that the kernels fill with observed values, and their conversion to `Inside`."""
+    """Buffers that the kernels fill with observed values, and their `Observations`."""
 
-    def __init__(self, model: PlannedModel, batch: StepBatch, look: ObserveRequest) -> None:
-        config = model.config
-        self._look = look
-        self._rows = np.union1d(look.residuals, look.parts).astype(np.int64)
+    def __init__(
+        self, model: PlannedModel, batch: StepBatch, look: ObserveRequest, num_outputs: int
+    ) -> None:
+        config, plan = model.config, model.plan
+        self._look, self._plan = look, plan
+        self._rows = np.unique(np.concatenate((look.residuals, look.parts, look.tokens)))
         observed = np.concatenate([self._rows, look.attention])
         if len(observed) and not 0 <= observed.min() <= observed.max() < len(batch.tokens):
             raise UnspoolError("the observed tokens are not in the batch")
-        count = 2 * config.layers + 1  # the first input, and after both halves of each layer
-        self._snapshot_rows: Ints | None = None
-        if look.layers is not None:  # only some layer inputs
-            snapshots = 2 * np.array(look.layers, np.int64)
-            self._snapshot_rows = np.full(count, -1, np.int64)
-            self._snapshot_rows[snapshots] = np.arange(len(snapshots))
-            count = len(snapshots)
-        self._snapshots = np.empty((count, len(self._rows), config.width), np.float32)
+        self._token_rows = np.full(len(batch.tokens), -1, np.int64)
+        self._token_rows[self._rows] = np.arange(len(self._rows))
+        self._layers = range(config.layers + 1) if look.layers is None else look.layers
+        streams = [("resid", layer) for layer in self._layers] if len(look.residuals) else []
+        if len(look.parts):
+            streams += [("resid", layer) for layer in range(config.layers + 1)]
+            streams += [("resid_mid", layer) for layer in range(config.layers)]
+        # Values of a place, by its number; two names of the residual stream have the same place.
+        self._values: dict[int, Floats] = {}
+        for number in (plan.sites[name] for name in streams):
+            self._values[number] = np.empty((len(self._rows), config.width), np.float32)
+        for site, layer in look.sites:
+            number = plan.site_number(site, layer)
+            if number not in self._values:
+                num_rows = num_outputs if site in OUTPUT_SITES else len(self._rows)
+                width = site_width(config, site, layer)
+                self._values[number] = np.empty((num_rows, width), np.float32)
+        self._targets = np.zeros(len(plan.sites), np.uint64)
+        for number, values in self._values.items():
+            self._targets[number] = address_of(values)
         self._visible = batch.visible_end[look.attention]
         self._shape = (config.layers, config.heads)
         sizes = self._visible * config.layers * config.heads
@@ -453,12 +480,11 @@ class _CpuObserver:
         self._offsets = np.full(len(batch.tokens), -1, np.int64)
         self._offsets[look.attention] = self._starts[:-1]
         self.taps = TapsStruct(
-            address_of(self._rows),
-            len(self._rows),
-            address_of(self._snapshots),
+            address_of(self._targets),
+            address_of(self._token_rows),
+            num_outputs,
             address_of(self._offsets) if len(look.attention) else None,
             address_of(self._weights),
-            None if self._snapshot_rows is None else address_of(self._snapshot_rows),
             config.heads,
         )
         self._recurrent = None
@@ -466,20 +492,29 @@ class _CpuObserver:
             self._recurrent = RecurrentObserver(config, look, len(batch.tokens))
             self._recurrent.set_taps(self.taps)
 
+    def _at(self, names: Iterable[tuple[str, int]], tokens: Ints) -> Floats:
+        """Values of places at some of the observed tokens, [places, tokens, width]."""
+        rows = self._token_rows[tokens]
+        return np.stack([self._values[self._plan.sites[name]][rows] for name in names])
+
     def inside(self) -> Observations:
+        look, num_layers = self._look, self._shape[0]
         residuals = parts = None
-        if len(self._look.residuals):
-            indices = np.searchsorted(self._rows, self._look.residuals)
-            residuals = self._snapshots[:: 2 if self._snapshot_rows is None else 1, indices]
-        if len(self._look.parts):
-            indices = np.searchsorted(self._rows, self._look.parts)
-            added = np.diff(self._snapshots[:, indices], axis=0)  # attention, feed, attention, ...
-            parts = added.reshape(-1, 2, *added.shape[1:])
+        if len(look.residuals):
+            residuals = self._at([("resid", layer) for layer in self._layers], look.residuals)
+        if len(look.parts):
+            stream = self._at([("resid", layer) for layer in range(num_layers + 1)], look.parts)
+            middle = self._at([("resid_mid", layer) for layer in range(num_layers)], look.parts)
+            parts = np.stack((middle - stream[:-1], stream[1:] - middle), axis=1)
         attention = [
             self._weights[start:end].reshape(*self._shape, visible)
             for start, end, visible in zip(
                 self._starts[:-1], self._starts[1:], self._visible.tolist(), strict=True
             )
         ]
+        rows, sites = self._token_rows[look.tokens], dict[tuple[str, int], Floats]()
+        for name in look.sites:
+            values = self._values[self._plan.site_number(*name)]
+            sites[name] = values if name[0] in OUTPUT_SITES else values[rows]
         recurrent = self._recurrent.stats() if self._recurrent else []
-        return Observations(residuals, attention, parts, recurrent=recurrent)
+        return Observations(residuals, attention, parts, recurrent=recurrent, sites=sites)

@@ -21,6 +21,7 @@ from unspool.backends.cpu.structures import (
     ADD,
     BIDIRECTIONAL,
     CENTRED,
+    DIFFERENCE,
     GATED,
     GROUP_WEIGHTS,
     KEYS_AS_VALUES,
@@ -73,6 +74,7 @@ class Operation:
     key_heads: int = 0
     value_width: int = 0
     tiled_heads: bool = False
+    difference: bool = False  # a site works on what was added since its stash
     group_weights: bool = False  # each group of a norm has separate weights, concatenated
     experts: int = 0
     experts_per_token: int = 0
@@ -107,6 +109,14 @@ class ExecutionPlan:
     operations: list[Operation] = field(default_factory=list)
     buffers: dict[str, tuple[int, str]] = field(default_factory=dict)  # name: width, rows
     rotary: list[Rotary] = field(default_factory=list)
+    # Numbers of the places where values are changed and read, by (site, layer) as in
+    # `backends/interventions.py`; the residual stream before layer n is ("resid", n).
+    sites: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def site_number(self, site: str, layer: int) -> int:
+        """Number of the place of a site; two names of the residual stream have the same."""
+        names = {"resid_pre": ("resid", layer), "resid_post": ("resid", layer + 1)}
+        return self.sites[names.get(site, (site, layer))]
 
     @property
     def vectors(self) -> list[str]:
@@ -137,6 +147,7 @@ class ExecutionPlan:
             flags |= QUERIES_ONLY * o.queries_only | KEYS_AS_VALUES * o.keys_as_values
             flags |= NORM_VALUES * o.norm_values | SIGMOID_ROUTER * o.sigmoid_router
             flags |= TILED_HEADS * o.tiled_heads | GROUP_WEIGHTS * o.group_weights
+            flags |= DIFFERENCE * o.difference
             ops.append(
                 OpStruct(
                     kind=KINDS[o.kind],
@@ -174,7 +185,9 @@ class ExecutionPlan:
     def __str__(self) -> str:
         widths = [f"{name} {width:,} ({rows})" for name, (width, rows) in self.buffers.items()]
         lines = [f"buffers: {', '.join(widths)}"]
-        lines += [f"{number:>4}  {operation}" for number, operation in enumerate(self.operations)]
+        # Places where values can be changed and read are not shown: they are free.
+        shown = [o for o in self.operations if o.kind not in ("site", "stash")]
+        lines += [f"{number:>4}  {operation}" for number, operation in enumerate(shown)]
         return "\n".join(lines)
 
 
@@ -261,6 +274,7 @@ class PlanParts:
         offset: int = 0,
         add: bool = False,
         centred: bool | None = None,
+        rows: str = "tokens",
     ) -> None:
         centred = self.config.norm == "layer" if centred is None else centred
         self.add(
@@ -268,6 +282,7 @@ class PlanParts:
                 kind="norm",
                 source=source,
                 target=target,
+                rows=rows,
                 offset=offset,
                 width=width,
                 vector=f"{name}.weight",
@@ -278,9 +293,29 @@ class PlanParts:
             )
         )
 
-    def snapshot(self, number: int) -> None:
-        """Mark a point where x can be observed; free when it is not."""
-        self.add(Operation(kind="snapshot", source="x", layer=number))
+    def site(
+        self,
+        site: str,
+        layer: int = 0,
+        *,
+        source: str = "x",
+        width: int = 0,
+        rows: str = "tokens",
+        kind: str = "site",
+        difference: bool = False,
+    ) -> None:
+        """Mark a place where values can be changed and read; free when they are not."""
+        number = self.plan.sites.setdefault((site, layer), len(self.plan.sites))
+        self.add(
+            Operation(
+                kind=kind,
+                source=source,
+                layer=number,
+                width=width or self.config.width,
+                rows=rows,
+                difference=difference,
+            )
+        )
 
 
 # -- Operations of feed-forward layers: dense, experts (MoE), or both
@@ -608,21 +643,22 @@ class _PlanBuilder(PlanParts):
         )
         if self.config.embedding_norm:
             self.norm("x", "x", "embed_norm", width=self.config.width)
+        self.site("embedding")
         if self.config.token_width:
             self.token_inputs()
-        self.snapshot(0)
+        self.site("resid", 0)
 
     def layer(self, layer: int) -> None:
         config = self.config
         if config.parallel:  # the feed-forward reads x before attention has added to it
             out, down = self.mix(layer), feed(self, layer)
             self.add_residual(out, layer, "attention_post_norm")
-            self.snapshot(2 * layer + 1)
+            self.site("resid_mid", layer)
             self.add_residual(down, layer, "feed_post_norm")
         else:
             if config.mixer(layer) != "none":
                 self.add_residual(self.mix(layer), layer, "attention_post_norm")
-            self.snapshot(2 * layer + 1)
+            self.site("resid_mid", layer)
             if config.has_feed(layer):
                 self.add_residual(feed(self, layer), layer, "feed_post_norm")
         if self.config.token_width:
@@ -630,7 +666,7 @@ class _PlanBuilder(PlanParts):
         if self.config.layer_scale:
             vector = f"layers.{layer}.scale"
             self.add(Operation(kind="scale", source="x", target="x", vector=vector))
-        self.snapshot(2 * layer + 2)
+        self.site("resid", layer + 1)
 
     def mix(self, layer: int) -> Operation:
         """Add the token mixer of a layer; returns the operation that adds its result to x."""
@@ -692,6 +728,7 @@ class _PlanBuilder(PlanParts):
                 offset=shape.out_width + 2 * shape.kv_width, width=shape.out_width,
             )  # fmt: skip
             self.add(gates)
+        self.site("head_out", layer, source="mixed", width=shape.out_width)
         return Operation(
             kind="linear",
             source="mixed",
@@ -705,6 +742,11 @@ class _PlanBuilder(PlanParts):
         """Add a result to x. Some models norm or scale the result first, or norm the sum."""
         name, width = f"layers.{layer}.{post_norm}", self.config.width
         scale = self.config.residual_scale
+        site = "mlp_out"
+        if post_norm == "attention_post_norm":
+            is_attention = self.config.mixer(layer) == "attention"
+            site = "attn_out" if is_attention else "recurrent_out"
+        self.site(site, layer, kind="stash")
         if self.config.norm_after or scale != 1:
             self.add(replace(operation, target=self.buffer("out", width), add=False))
             if self.config.norm_after:
@@ -712,8 +754,9 @@ class _PlanBuilder(PlanParts):
                 self.norm("out", "x" if unscaled else "out", name, width=width, add=unscaled)
             if scale != 1:
                 self.add(Operation(kind="scale", source="out", target="x", scale=scale, add=True))
-            return
-        self.add(operation)
+        else:
+            self.add(operation)
+        self.site(site, layer, difference=True)
         if self.config.norm_sums:
             self.norm("x", "x", name, width=width)
 
@@ -788,7 +831,9 @@ class _PlanBuilder(PlanParts):
                 )
             )
         head = "embed.weight" if config.tied else "head.weight"
-        self.linear(head_input, "logits", (head,), norm="norm", rows="selected")
+        self.norm(head_input, head_input, "norm", width=config.width, rows="selected")
+        self.site("final_norm", source=head_input, rows="selected")
+        self.linear(head_input, "logits", (head,), rows="selected")
         if config.logit_scale != 1:
             self.add(
                 Operation(
@@ -802,6 +847,7 @@ class _PlanBuilder(PlanParts):
                     kind="softcap", target="logits", rows="selected", cap=config.logit_softcap
                 )
             )
+        self.site("logits", source="logits", width=config.vocab_size, rows="selected")
 
 
 def format_plan(checkpoint: Checkpoint) -> str:

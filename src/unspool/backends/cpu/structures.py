@@ -26,13 +26,14 @@ KINDS = {
     "combine": 7,
     "gather": 8,
     "softcap": 9,
-    "snapshot": 10,
+    "site": 10,
     "activate": 11,
     "scale": 12,
     "gate": 13,
     "conv": 14,
     "delta": 15,
     "mamba": 16,
+    "stash": 17,
 }
 ROWS = {"tokens": 0, "selected": 1, "routed": 2}
 PREPARE = {"none": 0, "norm": 1, "activation": 2}
@@ -43,6 +44,10 @@ ACTIVATIONS = {
 # Flags of an operation.
 ADD, GATED, CENTRED, NORMALIZE, QUERIES_ONLY, BIDIRECTIONAL = 1, 2, 4, 8, 16, 32
 KEYS_AS_VALUES, NORM_VALUES, SIGMOID_ROUTER, TILED_HEADS, GROUP_WEIGHTS = 64, 128, 256, 512, 1024
+DIFFERENCE = 2048
+CHANGES = {
+    "add": 0, "project_out": 1, "replace": 2, "mean_ablate": 2, "scale": 3, "clamp_feature": 4,
+}  # fmt: skip
 
 
 class OpStruct(ctypes.Structure):
@@ -122,6 +127,37 @@ class BatchStruct(ctypes.Structure):
         ("states", _pointer),
         ("capture_starts", _pointer),
         ("capture_slots", _pointer),
+        ("changes", _pointer),
+    )
+
+
+# An operation of an intervention at a site: see Change in `native/plan.h`.
+CHANGE = np.dtype(
+    [
+        ("vector", np.uint64),
+        ("encoder", np.uint64),
+        ("stride", np.int64),
+        ("kind", np.int32),
+        ("offset", np.int32),
+        ("width", np.int32),
+        ("parts", np.int32),
+        ("scale", np.float32),
+        ("bias", np.float32),
+        ("threshold", np.float32),
+        ("value", np.float32),
+    ]
+)
+
+
+class ChangesStruct(ctypes.Structure):
+    _fields_ = (
+        ("changes", _pointer),
+        ("first_changes", _pointer),
+        ("interventions", _i64),
+        ("is_site_used", _pointer),
+        ("starts", _pointer),
+        ("numbers", _pointer),
+        ("offsets", _pointer),
     )
 
 
@@ -140,12 +176,11 @@ class AdaptersStruct(ctypes.Structure):
 
 class TapsStruct(ctypes.Structure):
     _fields_ = (
-        ("rows", _pointer),
-        ("row_count", _i64),
-        ("snapshots", _pointer),
+        ("targets", _pointer),
+        ("token_rows", _pointer),
+        ("selected_rows", _i64),
         ("attention_offsets", _pointer),
         ("weights", _pointer),
-        ("snapshot_rows", _pointer),
         ("heads", _i64),
         ("recurrent_offsets", _pointer),
         ("recurrent_stats", _pointer),

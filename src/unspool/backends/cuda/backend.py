@@ -120,6 +120,7 @@ class CudaBackend:
 
     overlaps = True
     echoes = False
+    sites: frozenset[str] = frozenset()  # no interventions yet
     page_size = PAGE_SIZE
 
     @torch.inference_mode(False)  # its buffers are written with inference mode on and off

@@ -6,7 +6,7 @@ import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
+from unspool.backends.interventions import SITES
 from unspool.backends.step import (
     RECURRENT_STATS,
     BlockTable,
@@ -30,6 +31,7 @@ from unspool.backends.step import (
     free_memory,
     num_pages_and_states,
 )
+from unspool.backends.torch.interventions import SiteHooks
 from unspool.errors import UnspoolError
 from unspool.model.adapters import Adapter
 from unspool.model.config import ModelConfig
@@ -42,6 +44,7 @@ from unspool.model.layers.transformer import (
     BackendStep,
     Layer,
     Shared,
+    SiteHook,
     Transformer,
 )
 from unspool.sampling.picker import pick_tokens
@@ -246,6 +249,7 @@ class TorchBackend:
 
     limits = StepLimits()
     overlaps = False
+    sites = frozenset(SITES)
 
     def __init__(
         self,
@@ -324,9 +328,12 @@ class TorchBackend:
         run = _StepForward(self, batch)
         tokens = torch.from_numpy(batch.tokens).to(self.model.embed.weight.device)[None]
         # Call modules, not their methods, so that hooks run.
-        tensor = self.model(tokens, step=run.compute).float()
+        with run.sites.applied():
+            tensor = self.model(tokens, step=run.compute).float()
         logits = tensor if tensor.device.type != "cpu" else tensor.numpy()
-        count, inside = len(batch.sample_indices), run.observer.inside() if run.observer else None
+        count, inside = len(batch.sample_indices), None
+        if run.observer:
+            inside = replace(run.observer.inside(), sites=run.sites.values())
         if batch.sampling is None:
             return StepResult(empty_ints(), np.empty(0), logits, inside)
         picks = pick_tokens(logits[:count], batch.sampling)
@@ -346,17 +353,19 @@ class _StepForward(BackendStep):
         }
         self._current = next(iter(self._indices.values()))  # on the device of the current layer
         self._chunks = recurrent_chunks(batch, backend.state_count) if backend.state_bytes else []
-        self._attended: Tensor | None = None  # x after attention in the current layer
+        self._middle: Tensor | None = None  # x after attention in the current layer
+        self.sites = SiteHooks(backend.model, batch)
         self.observer: _TorchObserver | None = None
 
     def compute(self, tokens: Tensor) -> Tensor:
         """Run the model on tokens [1, count]; returns logits at the requested tokens."""
         backend, batch, model = self._backend, self._batch, self._backend.model
         angles = model.rope_tables(batch.positions, backend.context)
-        x = model.embed_tokens(tokens, batch.positions)
+        x = self.sites("embedding", 0, model.embed_tokens(tokens, batch.positions))
+        token_inputs, shared = model.per_layer_embeddings(tokens, x), Shared()
+        x = self.sites.between_layers(0, x)
         observer = _TorchObserver(batch.observe, x, model.config) if batch.observe else None
         self.observer = observer
-        token_inputs, shared = model.per_layer_embeddings(tokens, x), Shared()
         for number, layer in enumerate(model.layers):
             assert isinstance(layer, Layer)
             self._current, token = self._indices[backend._devices[number]], token_inputs[number]
@@ -369,18 +378,39 @@ class _StepForward(BackendStep):
             if observer and not layer.mixes:
                 observer.skip_attention(self._current.visible_end)
             after = layer(x, angles[number], None, self, shared, token)
+            after = self.sites.between_layers(number + 1, after)
             if observer:
-                assert self._attended is not None
-                attended = self._attended.float()
-                observer.record_layer(after, attended - x.float(), after.float() - attended)
+                assert self._middle is not None
+                middle = self._middle.float()
+                observer.record_layer(after, middle - x.float(), after.float() - middle)
             x = after
-        outputs = torch.from_numpy(np.concatenate((batch.sample_indices, batch.logits_indices))).to(
-            x.device
-        )
-        return model.logits(x[0, outputs].to(model.norm.weight.device))
+        outputs = torch.from_numpy(self.sites.outputs).to(x.device)
+        x = x[0, outputs].to(model.norm.weight.device)
+        if not self.sites:
+            return model.logits(x)
+        normed = model.norm(x if model.transform is None else model.transform(x))
+        logits = model.head_logits(self.sites("final_norm", 0, normed))
+        return self.sites("logits", 0, logits)[: self.sites.num_outputs]
 
-    def observe_attention_output(self, x: Tensor) -> None:
-        self._attended = x
+    @property
+    def hook(self) -> SiteHook | None:
+        return self._hook if self.sites or self.observer else None
+
+    def _hook(self, site: str, layer: int, x: Tensor) -> Tensor:
+        x = self.sites(site, layer, x)
+        if site == "resid_mid":
+            self._middle = x
+        return x
+
+    def needs_weights(self, layer: int) -> bool:
+        """Whether attention weights are changed or observed."""
+        return self.observer is not None or self.sites.changes_pattern(layer)
+
+    def take_weights(self, layer: int, token: int, weights: Tensor) -> None:
+        """Change a token's attention weights [heads, visible] in place, and observe them."""
+        self.sites.change_pattern(layer, token, weights)
+        if self.observer:
+            self.observer.record_attention(token, weights.clone())
 
     def recur(self, layer: int, mixer: Mixer, x: Tensor) -> Tensor:
         states = None
@@ -400,7 +430,7 @@ class _StepForward(BackendStep):
                 values[batch.echo_slots] = value[0, :, batch.echo_tokens].transpose(0, 1)
         mixed = torch.empty_like(query[0].transpose(0, 1))  # [tokens, heads, head_width]
         for rows in batch.groups:
-            rows.attend(attention, query[0], keys, values, mixed, self.observer)
+            rows.attend(attention, query[0], keys, values, mixed, self)
         return mixed.transpose(0, 1)[None]
 
 
@@ -512,16 +542,16 @@ class _DecodeRows:
         keys: Tensor,
         values: Tensor,
         mixed: Tensor,
-        observer: _TorchObserver | None,
+        step: _StepForward,
     ) -> None:
         queries = query[:, self.tokens].transpose(0, 1)[:, :, None]  # [rows, heads, 1, head_width]
         key, value = (store[self.slots].transpose(1, 2) for store in (keys, values))
         weights = attention.weights(
             queries, key, self.query_positions, self.key_positions, self.ends
         )
-        if observer:
+        if step.needs_weights(attention.layer):
             for row, token in enumerate(self.tokens.tolist()):
-                observer.record_attention(token, weights[row, :, 0, : self.lengths[row]])
+                step.take_weights(attention.layer, token, weights[row, :, 0, : self.lengths[row]])
         group = weights.shape[1] // value.shape[1]
         grouped = weights.to(value.dtype).unflatten(1, (-1, group))[:, :, :, 0]
         mixed[self.tokens] = (grouped @ value).flatten(1, 2)
@@ -553,7 +583,7 @@ class _PrefillRow:
         keys: Tensor,
         values: Tensor,
         mixed: Tensor,
-        observer: _TorchObserver | None,
+        step: _StepForward,
     ) -> None:
         for first in range(self.first, self.end, QUERY_CHUNK):
             end = min(first + QUERY_CHUNK, self.end)
@@ -567,12 +597,13 @@ class _PrefillRow:
             weights = attention.weights(
                 query[None, :, first:end], key, query_positions, key_positions, visible_end
             )
-            if observer:
+            if step.needs_weights(attention.layer):
                 for row, visible in enumerate(ends.tolist()):
                     padded = weights.new_zeros(weights.shape[1], visible)
                     in_window = weights[0, :, row, : visible - oldest]
                     padded[:, oldest : oldest + in_window.shape[1]] = in_window
-                    observer.record_attention(first + row, padded)
+                    step.take_weights(attention.layer, first + row, padded)
+                    in_window[:] = padded[:, oldest : oldest + in_window.shape[1]]
             group = weights.shape[1] // value.shape[1]
             grouped = weights.to(value.dtype).unflatten(1, (-1, group)).flatten(2, 3)
             out = (grouped @ value).unflatten(2, (group, -1)).flatten(1, 2)

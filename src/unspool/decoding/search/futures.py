@@ -181,7 +181,8 @@ class FutureGrowth:
         waiting: list[tuple[float, int, FutureNode]] = [(-1.0, 0, self.root)]
         num_waiting: dict[int, int] = {}  # children in `waiting`, by number of the parent
         computed: dict[int, Branch] = {}  # branches of nodes with such children
-        with HeldBranches(lm.engine, self.request.adapter) as branches:
+        request = self.request
+        with HeldBranches(lm.engine, request.adapter, request.branch_interventions()) as branches:
             while waiting and self.num_nodes < self.max_nodes:
                 if until is not None and perf_counter() > until:
                     return

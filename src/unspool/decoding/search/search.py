@@ -19,6 +19,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from unspool.backends.interventions import BranchInterventions
 from unspool.decoding.batch import run_in_order
 from unspool.decoding.branches import HeldBranches, mean_logprob
 from unspool.decoding.search.tree import (
@@ -177,7 +178,7 @@ class Search:
         yield from self._prefill_prompt()
         self.budget.reserve("written", sum(len(ids) for _, _, ids in added))
         grown: list[SearchNode] = []
-        with HeldBranches(self.lm.engine, self._adapter) as open_branches:
+        with HeldBranches(self.lm.engine, self._adapter, self._interventions) as open_branches:
             # The logits of a token come from the position before it: skip the last token.
             branches = [open_branches.open([*prefix, *ids[:-1]]) for _, prefix, ids in added]
             num_logits = [len(ids) for _, _, ids in added]
@@ -246,6 +247,10 @@ class Search:
     def _adapter(self) -> str | None:
         return self.root.generation.request.adapter or self.lm.adapter
 
+    @property
+    def _interventions(self) -> BranchInterventions | None:
+        return self.root.generation.request.branch_interventions()
+
     def _prefill_prompt(self) -> Moves[None]:
         """Prefill the prompt once for all texts; each text computes its last token itself."""
         if self.cancelled:
@@ -255,7 +260,7 @@ class Search:
         prompt = self.root.generation.prompt
         read = prompt[:-1] or prompt
         self.budget.reserve("prompt", len(read))
-        with self.lm.open_branch(read, self._adapter) as branch:
+        with self.lm.open_branch(read, self._adapter, self._interventions) as branch:
             self.budget.credit_cached(branch.num_reused)
             self.lm.engine.extend(branch)
         self._hold_pages(self.root)
@@ -348,7 +353,9 @@ class Search:
         """Hold the pages of a text that can be continued."""
         if node not in self._branches and self.remaining(node):
             text = node.generation
-            self._branches[node] = self.lm.engine.open([*text.prompt, *text.tokens], self._adapter)
+            self._branches[node] = self.lm.engine.open(
+                [*text.prompt, *text.tokens], self._adapter, self._interventions
+            )
 
     # -- events and release --------------------------------------------------------------------
 

@@ -198,7 +198,8 @@ class CertaintyVerifier:
         ]
 
     def _open(self, text: Generation) -> AbstractContextManager[Branch]:
-        return self._lm.open_branch(text.prompt, text.request.adapter)
+        request = text.request
+        return self._lm.open_branch(text.prompt, request.adapter, request.branch_interventions())
 
 
 def _kl_from_uniform(logits: Logits) -> float:

@@ -151,9 +151,9 @@ class Attention(nn.Module):
         shared: Shared | None = None,
     ) -> Tensor:
         batch, count, _ = x.shape
-        query = self.queries(x, angles)
+        query = self.queries(x, angles, _hook_of(attend))
         if self.has_own_kv:
-            key, value = self.keys_values(x, angles)
+            key, value = self.keys_values(x, angles, _hook_of(attend))
             if self.has_kv_borrowers and shared is not None:
                 shared[self.layer] = key, value
         else:
@@ -161,7 +161,8 @@ class Attention(nn.Module):
             key, value = shared[self.source]
         if attend is not None:
             mixed = attend(self, query, key, value)
-            return self.project_output(mixed.transpose(1, 2).reshape(batch, count, -1), x)
+            mixed = mixed.transpose(1, 2).reshape(batch, count, -1)
+            return self.project_output(mixed, x, _hook_of(attend))
         start = 0
         if cache is not None:
             start, end = cache.length, cache.length + count
@@ -178,28 +179,36 @@ class Attention(nn.Module):
         )
         return self.project_output(mixed.transpose(1, 2).reshape(batch, count, -1), x)
 
-    def project_output(self, mixed: Tensor, x: Tensor) -> Tensor:
+    def project_output(self, mixed: Tensor, x: Tensor, hook: SiteHook | None = None) -> Tensor:
         """Gate and project the heads' outputs; `x` is the layer's input."""
         if self.gate is not None:
             mixed = mixed * torch.sigmoid(self.gate(x))
+        if hook is not None:
+            mixed = hook("head_out", self.layer, mixed)
         output: Tensor = self.out(mixed)
         return output
 
-    def queries(self, x: Tensor, angles: RopeTables | None) -> Tensor:
+    def queries(self, x: Tensor, angles: RopeTables | None, hook: SiteHook | None = None) -> Tensor:
         """Queries with RoPE, [batch, heads, count, head_width]."""
         query = self._normed(self.q(x), self.q_norm)
+        if hook is not None:
+            query = self._hooked(hook, "q", query)
         if angles is None:
             return query
         query = apply_rope(query, angles.cosine, angles.sine)
         return query if angles.query_scale is None else query * angles.query_scale
 
-    def keys_values(self, x: Tensor, angles: RopeTables | None) -> tuple[Tensor, Tensor]:
+    def keys_values(
+        self, x: Tensor, angles: RopeTables | None, hook: SiteHook | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Keys with RoPE and values, [batch, kv_heads, count, head_width] each."""
         plain = self.k(x)
         key = self._normed(plain, self.k_norm)
         value = self._heads(plain if self.v is None else self.v(x))
         if self.config.value_norm:
             value = rms_normalize(value, self.config.norm_eps)
+        if hook is not None:
+            key, value = self._hooked(hook, "k", key), self._hooked(hook, "v", value)
         return (key if angles is None else apply_rope(key, angles.cosine, angles.sine)), value
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
@@ -211,6 +220,10 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.shape.head_width)).transpose(1, 2)
+
+    def _hooked(self, hook: SiteHook, site: str, heads: Tensor) -> Tensor:
+        """Pass the vectors of all heads, [batch, heads, count, head_width], through a hook."""
+        return self._heads(hook(site, self.layer, heads.transpose(1, 2).flatten(2)))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
         """Softmax-weighted values for queries at positions `start`, `start + 1`, ..."""
@@ -268,6 +281,8 @@ class Attention(nn.Module):
 
 # An attention function over full sequences: [batch, heads, count, head_width] in and out.
 AttentionFunction = Callable[[Attention, Tensor, Tensor, Tensor], Tensor]
+# Gets the name of a site, a layer and the values there, and returns what continues in their place.
+SiteHook = Callable[[str, int, Tensor], Tensor]
 
 
 class BackendStep(ABC):
@@ -281,9 +296,14 @@ class BackendStep(ABC):
     def recur(self, layer: int, mixer: Mixer, x: Tensor) -> Tensor:
         """Output of a recurrent layer from each sequence's state."""
 
+    @property
     @abstractmethod
-    def observe_attention_output(self, x: Tensor) -> None:
-        """Receive the residual stream between attention and feed-forward, for observation."""
+    def hook(self) -> SiteHook | None:
+        """What reads or changes values at the sites of a layer; None: nothing does in this step."""
+
+
+def _hook_of(attend: AttentionFunction | None) -> SiteHook | None:
+    return attend.hook if isinstance(attend, BackendStep) else None
 
 
 def attention_weights(
@@ -361,7 +381,7 @@ class Layer(nn.Module):
         shared: Shared | None = None,
         token: Tensor | None = None,
     ) -> Tensor:
-        between = x
+        between, hook = x, _hook_of(attend)
         if self.mixes:
             normed = self.attention_norm(x)
             if self.mixer is not None:
@@ -370,10 +390,10 @@ class Layer(nn.Module):
                 )
             else:
                 attended = self.attention(normed, angles, cache, attend, shared)
-            between = self.add_attention(x, attended)
-        if isinstance(attend, BackendStep):
-            attend.observe_attention_output(between)
-        return self.add_feed(x, between, token)
+            between = self.add_attention(x, attended, hook)
+        if hook is not None:
+            between = hook("resid_mid", self.layer, between)
+        return self.add_feed(x, between, token, hook)
 
     def _recurred(
         self, mixer: Mixer, x: Tensor, cache: Cache | None, attend: AttentionFunction | None
@@ -389,25 +409,36 @@ class Layer(nn.Module):
             cache.states[self.layer] = state
         return mixer.finish(mixed, parts)
 
-    def add_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+    def add_attention(self, x: Tensor, attended: Tensor, hook: SiteHook | None = None) -> Tensor:
         """Add the attention output to the residual stream."""
-        return self._sum(x, attended, self.attention_post_norm)
+        site = "attn_out" if self.mixer is None else "recurrent_out"
+        return self._sum(x, attended, self.attention_post_norm, site, hook)
 
-    def add_feed(self, x: Tensor, between: Tensor, token: Tensor | None = None) -> Tensor:
+    def add_feed(
+        self,
+        x: Tensor,
+        between: Tensor,
+        token: Tensor | None = None,
+        hook: SiteHook | None = None,
+    ) -> Tensor:
         """Add the feed-forward output, and the per-layer embedding of the `token` if the model has
         one. The feed-forward reads `between`, or with `parallel` the layer's input `x`."""
         after = between
         if self.feed is not None:
             fed = self.feed(self.feed_norm(x if self.parallel else between))
-            after = self._sum(between, fed, self.feed_post_norm)
+            after = self._sum(between, fed, self.feed_post_norm, "mlp_out", hook)
         if self.token_input is not None and token is not None:
             after = after + self.token_input(after, token)
         return after if self.scale is None else after * self.scale.to(after)
 
-    def _sum(self, x: Tensor, delta: Tensor, norm: nn.Module) -> Tensor:
-        if self.norm_sums:
-            return cast(Tensor, norm(x + delta))
-        return x + (norm(delta) if self.residual_scale == 1 else norm(delta) * self.residual_scale)
+    def _sum(
+        self, x: Tensor, delta: Tensor, norm: nn.Module, site: str, hook: SiteHook | None
+    ) -> Tensor:
+        if not self.norm_sums:
+            delta = norm(delta) if self.residual_scale == 1 else norm(delta) * self.residual_scale
+        if hook is not None:
+            delta = hook(site, self.layer, delta)
+        return cast(Tensor, norm(x + delta)) if self.norm_sums else x + delta
 
 
 class Transformer(nn.Module):

@@ -9,7 +9,7 @@ using namespace unspool;
 
 extern "C" {
 
-int32_t unspool_version() { return 12; }
+int32_t unspool_version() { return 13; }
 
 const char* unspool_isa() { return active_isa_name(); }
 const char* unspool_available_isas() { return available_isa_names(); }

@@ -52,7 +52,8 @@ struct Model {
     std::vector<GrowingBuffer<float>> buffer_memory;
     std::vector<GrowingBuffer<uint8_t>> scratch;  // one per worker
     GrowingBuffer<int8_t> quants, tiled;
-    GrowingBuffer<float> scales, scaled_sums, tile_scales, values, low, partial, routing_weights;
+    GrowingBuffer<float> scales, scaled_sums, tile_scales, values, low, stash, partial,
+        routing_weights;
     GrowingBuffer<int32_t> sums, row_of, routing_tokens, routing_slots, routing_starts;
     GrowingBuffer<Progress> progress;  // kPhases per operation
     std::vector<double> seconds;       // empty: not measured

@@ -24,13 +24,15 @@ enum Kind : int32_t {
     kCombine = 7,    // target += weighted sum of a token's expert outputs
     kGather = 8,     // target = the selected rows of source
     kSoftcap = 9,    // target = cap * tanh(target / cap)
-    kSnapshot = 10,  // copy the observed rows; nothing if there are none
+    kSite = 10,      // change and read the source's rows; nothing if neither is requested
     kActivate = 11,  // target = activation(target) (times a part of the source)
     kScale = 12,     // target = scale * source (times a scalar weight), or += it
     kGate = 13,      // target *= the sigmoid (or activation) of a part of the source
     kConv = 14,      // target = causal convolution of each channel; has a state
     kDelta = 15,     // target = gated DeltaNet heads; has a state
     kMamba = 16,     // target = Mamba-2 heads; has a state
+    kStash = 17,     // keep the source's rows for the kSite of the same number, which works on the
+                     // difference; nothing if that does nothing
 };
 
 enum Rows : int32_t { kTokens = 0, kSelected = 1, kRouted = 2 };
@@ -56,6 +58,7 @@ enum Flags : int32_t {
     kSigmoidRouter = 256,  // kRoute: sigmoid instead of softmax of the scores
     kTiledHeads = 512,     // kDelta: value head h uses key head h % key_heads, not h / group
     kGroupWeights = 1024,  // kNorm: each group has separate weights, concatenated
+    kDifference = 2048,    // kSite: works on what was added to the source since kStash
 };
 
 struct Op {
@@ -71,7 +74,7 @@ struct Op {
     int32_t matrix_count;
     int32_t vector;         // norm weight, positions, sinks, expert weights; -1: none
     int32_t second_vector;  // norm bias, key norm (kRope), bias (kConv); -1: none
-    int32_t layer;
+    int32_t layer;   // kSite, kStash: number of the site
     int32_t window;  // kAttention: sliding window, the token included; 0: none
     int32_t rotary;  // kRope: index of the RoPE table, -1: none
     int32_t prepare;
@@ -136,6 +139,40 @@ struct Adapters {
     int64_t max_rank;  // largest sum of ranks over the matrices of one operation
 };
 
+// What an intervention does with a part of a row (backends/interventions.py).
+enum ChangeKind : int32_t {
+    kAddVector = 0,
+    kProjectOut = 1,
+    kReplace = 2,
+    kMultiply = 3,
+    kClampFeature = 4,
+};
+
+struct Change {
+    const float* vector;   // what is added; the direction; the values; the decoder
+    const float* encoder;  // kClampFeature
+    int64_t stride;        // floats between the vectors of two positions; 0: all have the same
+    int32_t kind;
+    int32_t offset;  // first column of the part
+    int32_t width;
+    int32_t parts;  // how many changes from here on belong together, one for each head
+    float scale;    // kAddVector, kMultiply
+    float bias;     // kClampFeature: feature = encoder * x + bias, 0 up to the threshold
+    float threshold;
+    float value;
+};
+
+// The interventions of a batch's tokens: for token t the entries `starts[t]` to `starts[t + 1]`.
+struct Changes {
+    const Change* changes;
+    const int32_t* first_changes;  // [sites, interventions]: index of the first change, -1: none
+    int64_t interventions;
+    const uint8_t* is_site_used;  // [sites]
+    const int64_t* starts;        // [tokens + 1]
+    const int64_t* numbers;       // of the interventions, in the order in which they are applied
+    const int64_t* offsets;       // position of the token in the intervention's vectors
+};
+
 // A ragged batch, as in `backends/step.py`.
 struct Batch {
     const int64_t* tokens;
@@ -164,6 +201,7 @@ struct Batch {
     const int64_t* states;
     const int64_t* capture_starts;  // [count + 1]; null: no captures
     const int64_t* capture_slots;
+    const Changes* changes;  // null: none
 
     float* state(int64_t slot) const { return state_data + slot * state_floats; }
     const int64_t* pages(int64_t row) const { return table + slots[row] * table_columns; }
@@ -171,12 +209,13 @@ struct Batch {
 
 // Observed values. Python allocates the outputs.
 struct Taps {
-    const int64_t* rows;  // tokens whose vectors are copied at each snapshot
-    int64_t row_count;
-    float* snapshots;                  // [snapshots, row_count, width]
+    // Sites: [sites] of [tokens read, width], null: not read. Token t is row token_rows[t], -1: not
+    // read; of the selected rows the last `selected_rows` are read.
+    float* const* targets;
+    const int64_t* token_rows;
+    int64_t selected_rows;
     const int64_t* attention_offsets;  // [count]: offset of each token's weights, or -1
     float* weights;                    // [layers, heads, visible] of each token, at its offset
-    const int64_t* snapshot_rows;      // target of each snapshot, -1: skip; null: in order
     int64_t heads;                     // maximum over the layers
     // Recurrent layers, [count]: offset of each token's values, or -1 (null: no such layers). Those
     // of a layer start at layer * recurrent_stride.
@@ -228,6 +267,7 @@ struct RunContext {
     QuantizedRows prepared;  // memory for all rows, shared by the workers
     int64_t matrix_count;    // of the plan
     float* low;              // memory for the low-rank products of each row
+    float* stash;            // memory for kStash, a row for each token
     float* partial;          // memory for attention segments
     int64_t partial_size;    // in floats
 };
@@ -248,6 +288,12 @@ inline float* stats_of(const RunContext& run, const Op& op, int64_t token) {
     const int64_t offset = run.taps->recurrent_offsets[token];
     return offset < 0 ? nullptr
                       : run.taps->recurrent_stats + offset + op.layer * run.taps->recurrent_stride;
+}
+
+// Whether a kSite or kStash operation has something to do in this run.
+inline bool is_site_used(const RunContext& run, const Op& op) {
+    return (run.taps != nullptr && run.taps->targets[op.layer] != nullptr) ||
+           (run.batch.changes != nullptr && run.batch.changes->is_site_used[op.layer]);
 }
 
 inline int64_t rows_of(const RunContext& run, const Op& op) {

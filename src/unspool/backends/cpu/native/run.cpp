@@ -153,6 +153,8 @@ void Model::allocate(RunContext& run, int64_t rows, float* logits) {
     run.prepared.tiled = tiled.reserve((prepared + kLanes) * max_columns);
     run.prepared.tile_scales = tile_scales.reserve((prepared + kLanes) * (max_columns / kTile) * 2);
     run.matrix_count = spec.matrix_count;
+    if (run.taps != nullptr || run.batch.changes != nullptr)
+        run.stash = stash.reserve(rows * max_columns);
     if (run.batch.adapters != nullptr) run.low = low.reserve(rows * run.batch.adapters->max_rank);
     run.partial_size = static_cast<int64_t>(1) << 20;
     run.partial = partial.reserve(run.partial_size);
@@ -172,16 +174,8 @@ struct RunJob {
     RunContext run;
     int64_t first_op;
 
-    static void snapshot(const RunContext& run, const Op& op, Worker& worker) {
-        if (run.taps == nullptr) return;
-        const Buffer& x = run.buffers[op.source];
-        const int64_t snapshot_row =
-            run.taps->snapshot_rows ? run.taps->snapshot_rows[op.layer] : op.layer;
-        if (snapshot_row < 0) return;
-        float* to = run.taps->snapshots + snapshot_row * run.taps->row_count * x.width;
-        worker.for_each(0, run.taps->row_count, [&](int64_t i) {
-            std::memcpy(to + i * x.width, x.row(run.taps->rows[i]), x.width * sizeof(float));
-        });
+    static bool is_skipped(const RunContext& run, const Op& op) {
+        return (op.kind == kSite || op.kind == kStash) && !is_site_used(run, op);
     }
 
     void step(const Op& op, Worker& worker) const {
@@ -221,8 +215,10 @@ struct RunJob {
                 return kernel.delta(run, op, worker);
             case kMamba:
                 return kernel.mamba(run, op, worker);
-            case kSnapshot:
-                return snapshot(run, op, worker);
+            case kSite:
+                return kernel.site(run, op, worker);
+            case kStash:
+                return kernel.stash(run, op, worker);
             default:
                 return;
         }
@@ -236,7 +232,7 @@ struct RunJob {
         const bool timed = !model.seconds.empty() && index == 0;
         for (int64_t i = self.first_op; i < model.spec.op_count; ++i) {
             const Op& op = model.spec.ops[i];
-            if (op.kind == kSnapshot && self.run.taps == nullptr) continue;
+            if (is_skipped(self.run, op)) continue;
             const auto before =
                 timed ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
             worker.progress = model.progress.reserve(0) + i * kPhases;
@@ -280,7 +276,9 @@ int32_t Model::run(const KvCache& kv, const RopeTable* rotary, const Batch& batc
         std::memcpy(input.data, vectors, batch.selected_count * input.width * sizeof(float));
     }
     Progress* all = progress.reserve(0);
-    for (int64_t i = 0; i < spec.op_count * kPhases; ++i) new (all + i) Progress;
+    for (int64_t i = 0; i < spec.op_count; ++i)
+        if (!RunJob::is_skipped(run, spec.ops[i]))
+            for (int64_t phase = 0; phase < kPhases; ++phase) new (all + i * kPhases + phase) Progress;
     return run_on_pool(spec.threads, &RunJob::work, &job) ? kOk : kNoThreads;
 }
 

@@ -98,7 +98,8 @@ def parse_step(message: RankMessage) -> StepBatch:
     arrays: dict[str, Any] = {name: message.arrays[name] for name in _STEP_ARRAYS}
     batch = StepBatch(**arrays)
     batch.table_updates = TableUpdates(**with_prefix("updates."))
-    if look := with_prefix("look."):
+    look: dict[str, Any] = with_prefix("look.")
+    if look:
         layers = message.facts["layers"]
         batch.observe = ObserveRequest(**look, layers=None if layers is None else tuple(layers))
     return batch

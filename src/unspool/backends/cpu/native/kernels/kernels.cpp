@@ -25,6 +25,8 @@ void gate(const RunContext&, const Op&, Worker&);
 void conv(const RunContext&, const Op&, Worker&);
 void delta(const RunContext&, const Op&, Worker&);
 void mamba(const RunContext&, const Op&, Worker&);
+void stash(const RunContext&, const Op&, Worker&);
+void site(const RunContext&, const Op&, Worker&);
 float peak(const float*, int64_t);
 void mass(const float*, int64_t, float, double*, double*);
 int64_t count_above(const float*, int64_t, float);
@@ -64,6 +66,8 @@ const Kernels table = {UNSPOOL_NAME(ISA),
                        UNSPOOL_SHARED::conv,
                        UNSPOOL_SHARED::delta,
                        UNSPOOL_SHARED::mamba,
+                       UNSPOOL_SHARED::stash,
+                       UNSPOOL_SHARED::site,
                        UNSPOOL_SHARED::peak,
                        UNSPOOL_SHARED::mass,
                        UNSPOOL_SHARED::count_above,

@@ -43,6 +43,8 @@ struct Kernels {
     void (*conv)(const RunContext&, const Op&, Worker&);
     void (*delta)(const RunContext&, const Op&, Worker&);
     void (*mamba)(const RunContext&, const Op&, Worker&);
+    void (*stash)(const RunContext&, const Op&, Worker&);
+    void (*site)(const RunContext&, const Op&, Worker&);
 
     // -- sampling: one row of logits (logits.cpp) -----------------------------------------------
     // The largest logit; NaN if there is one.

@@ -22,13 +22,6 @@ const LowRank* row_updates(const RunContext& run, const Op& op, int64_t row) {
     return nullptr;
 }
 
-float row_dot(const float* a, const float* b, int64_t count) {
-    F32x16 total = zero();
-    for (int64_t i = 0; i < count; i += kLanes)
-        total = fma(load_first(a + i, count - i, 0.0f), load_first(b + i, count - i, 0.0f), total);
-    return sum(total);
-}
-
 void project_down(const RunContext& run, const Op& op, int64_t row) {
     const LowRank* parts = row_updates(run, op, row);
     if (parts == nullptr) return;

@@ -11,6 +11,14 @@
 namespace unspool {
 namespace ISA {
 
+// The order of the sum does not depend on the batch.
+inline float row_dot(const float* a, const float* b, int64_t count) {
+    F32x16 total = zero();
+    for (int64_t i = 0; i < count; i += kLanes)
+        total = fma(load_first(a + i, count - i, 0.0f), load_first(b + i, count - i, 0.0f), total);
+    return sum(total);
+}
+
 // RMSNorm or LayerNorm of one row; the sums run over sixteen lanes, then over the lanes.
 inline void norm_row(const float* x, int64_t width, const float* weight, const float* bias,
                      bool centred, float epsilon, float* out) {

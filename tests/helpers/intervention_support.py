@@ -1,0 +1,157 @@
+"""Random interventions for tests, and hooks on transformers' models that do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+
+from helpers.paged_texts import Text, batch_of
+from unspool.backends.interventions import (
+    Add,
+    ClampFeature,
+    Intervention,
+    MeanAblate,
+    ProjectOut,
+    Replace,
+    Scale,
+    SpanCollector,
+    resolve,
+    site_width,
+)
+from unspool.backends.step import ObserveRequest, StepBatch
+from unspool.model.config import ModelConfig
+
+OPS = ("add", "project_out", "replace", "scale", "clamp_feature", "mean_ablate")
+
+
+def random_op(kind: str, width: int, rng: np.random.Generator) -> Any:
+    """An operation that changes values of size 1 by about their size."""
+    vector = rng.standard_normal(width)
+    if kind == "add":
+        return Add(vector, scale=float(rng.uniform(-2, 2)))
+    if kind == "project_out":
+        return ProjectOut(vector)
+    if kind == "replace":
+        return Replace(vector)
+    if kind == "mean_ablate":
+        return MeanAblate(vector)
+    if kind == "scale":
+        return Scale(float(rng.choice([0.0, 0.5, -1.3])))
+    encoder = rng.standard_normal(width) / width**0.5
+    return ClampFeature(encoder, vector, bias=0.3, threshold=-0.2, value=1.5)
+
+
+def apply(op: Any, x: torch.Tensor) -> torch.Tensor:
+    """What an operation does to vectors [..., width], written from its definition."""
+    arrays = {name: torch.from_numpy(np.array(array)) for name, array in op.arrays.items()}
+    if isinstance(op, Add):
+        return x + arrays["vector"] * op.scale
+    if isinstance(op, ProjectOut):
+        unit = arrays["direction"] / arrays["direction"].norm()
+        return x - (x * unit).sum(-1, keepdim=True) * unit
+    if isinstance(op, Scale):
+        return x * op.factor
+    if isinstance(op, ClampFeature):
+        inner = (x * arrays["encoder"]).sum(-1, keepdim=True) + op.bias
+        return x + (op.value - inner * (inner > op.threshold)) * arrays["decoder"]
+    return next(iter(arrays.values())).expand_as(x)
+
+
+def steered_batch(
+    parts: list[tuple[Text, int]],
+    interventions: list[tuple[Intervention, ...]],
+    look: ObserveRequest | None = None,
+    prompt_length: int = 8,
+) -> StepBatch:
+    """`batch_of` with the interventions of each text."""
+    batch, collector = batch_of(parts, look), SpanCollector()
+    for (text, count), chosen, first in zip(
+        parts, interventions, batch.row_starts.tolist(), strict=False
+    ):
+        if resolved := resolve(chosen, prompt_length):
+            collector.add(resolved, text.read, text.read + count, first)
+    batch.interventions = collector.build()
+    return batch
+
+
+def random_intervention(
+    config: ModelConfig, sites: list[tuple[str, int]], rng: np.random.Generator
+) -> Intervention:
+    """An intervention at one of the (site, layer) pairs, somewhere in a short text."""
+    site, layer = sites[rng.integers(len(sites))]
+    width, heads = site_width(config, site, layer), None
+    if site == "head_out" and rng.random() < 0.6:
+        width = config.shape(layer).head_width
+        heads = tuple({int(rng.integers(config.shape(layer).heads)) for _ in range(2)})
+    first = int(rng.integers(0, 12))
+    places: list[Any] = ["all", "generated", "last", first, range(first, first + 5)]
+    return Intervention(
+        site,
+        random_op(str(rng.choice(OPS)), width, rng),
+        layers=None if site in ("embedding", "final_norm", "logits") else layer,
+        positions=[*places, slice(first, None)][rng.integers(6)],
+        heads=heads,
+    )
+
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class HookedModel:
+    """A transformers model with changes at the sites of one layer, by module names."""
+
+    def __init__(self, model: Any, names: dict[str, str]) -> None:
+        self._model, self._names = model, names
+
+    def _module(self, key: str, layer: int) -> Any:
+        return self._model.get_submodule(self._names[key].format(layer))
+
+    def logits(self, tokens: list[int], site: str, layer: int, change: Change) -> np.ndarray:
+        with ExitStack() as stack, torch.no_grad():
+            for handle in self._hooks(site, layer, change):
+                stack.callback(handle.remove)
+            return self._model(torch.tensor([tokens])).logits[0].float().numpy()
+
+    def _hooks(self, site: str, layer: int, change: Change) -> list[Any]:
+        def before(module: Any, inputs: Any, options: Any) -> Any:
+            if inputs:
+                return (change(inputs[0]), *inputs[1:]), options
+            return inputs, {**options, "hidden_states": change(options["hidden_states"])}
+
+        def after(module: Any, inputs: Any, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return change(output[0]), *output[1:]
+            return change(output)
+
+        block = self._module("block", layer)
+        if site in ("embedding", "resid_pre"):
+            block = self._module("block", layer if site == "resid_pre" else 0)
+            return [block.register_forward_pre_hook(before, with_kwargs=True)]
+        if site == "resid_post":
+            return [block.register_forward_hook(after)]
+        if site == "resid_mid":
+            seen: list[torch.Tensor] = []
+
+            def remember(module: Any, inputs: Any, options: Any) -> None:
+                seen[:] = [inputs[0] if inputs else options["hidden_states"]]
+
+            def around(module: Any, inputs: Any, output: Any) -> Any:
+                return after(module, inputs, output) if not seen else shifted(output)
+
+            def shifted(output: Any) -> Any:
+                out = output[0] if isinstance(output, tuple) else output
+                new = change(seen[0] + out) - seen[0]
+                return (new, *output[1:]) if isinstance(output, tuple) else new
+
+            return [
+                block.register_forward_pre_hook(remember, with_kwargs=True),
+                self._module("attn_out", layer).register_forward_hook(around),
+            ]
+        module = self._module(site, layer)
+        if site in ("head_out", "mlp_hidden"):
+            return [module.register_forward_pre_hook(before, with_kwargs=True)]
+        return [module.register_forward_hook(after)]
