@@ -279,6 +279,7 @@ class Session:
         limits = generation.request.limits
         request = continued_request(self._facts, generation, dict(options))
         limits = replace(limits, context=min(limits.context, self.context))
+        self.check_interventions(request.interventions)
         return replace(generation, request=replace(request, limits=limits, written=()), source=self)
 
     def save_generation(self, generation: Generation, path: str | Path) -> None:

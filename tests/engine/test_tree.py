@@ -14,12 +14,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from helpers import null_model
+from unspool.backends.interventions import Intervention, Scale, resolve, token_of_key
 from unspool.engine.tree import Branch, OutOfPagesError, PagePool, PrefixIndex, Tree
 from unspool.errors import UnspoolError
 
 SIZE = null_model.PAGE_SIZE
 ADAPTERS = (0, 1, 2)
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=11)  # few kinds: prefixes often meet
+
+
+SCALES = [
+    Intervention("mlp_out", Scale(0), positions=p) for p in ("all", slice(5, None), range(2, 7))
+]
+# Interventions of a branch: touching all tokens, those from 5 on, a few; and two at a time.
+STEERED = [
+    None,
+    *(resolve(chosen, 3) for chosen in ((s,) for s in SCALES)),
+    resolve((SCALES[0], SCALES[2]), 3),
+]
+
+
+def mark(key: int) -> int:
+    """A number for a token and the interventions that touch it."""
+    return token_of_key(key) + 100 * ((key >> 32) % 1000003)
 
 
 def children(node):
@@ -64,12 +81,19 @@ class TreeMachine(RuleBasedStateMachine):
             page = self.table[slot, position // SIZE]
             assert page not in shared, "writes are private"
             token = branch.tail[position - branch.start]
-            self.memory[page, position % SIZE] = token + 10 * branch.adapter
+            (key,) = branch.keys([token], position)
+            self.memory[page, position % SIZE] = mark(key) + 10 * branch.adapter
         self.tree.advance(branch, length)
 
-    @rule(target=branches, tokens=TOKENS, cached=st.booleans(), adapter=st.sampled_from(ADAPTERS))
-    def open_branch(self, tokens: list[int], cached: bool, adapter: int) -> Branch:
-        branch = self.tree.open(tokens, cached, adapter)
+    @rule(
+        target=branches,
+        tokens=TOKENS,
+        cached=st.booleans(),
+        adapter=st.sampled_from(ADAPTERS),
+        steered=st.sampled_from(STEERED),
+    )
+    def open_branch(self, tokens: list[int], cached: bool, adapter: int, steered: Any) -> Branch:
+        branch = self.tree.open(tokens, cached, adapter, interventions=steered)
         assert branch.num_reused <= (len(tokens) - 1 if cached else 0)
         self.texts[branch] = list(tokens)
         return branch
@@ -175,8 +199,9 @@ class TreeMachine(RuleBasedStateMachine):
                 assert not branch.pages
                 pages.append(branch.shared_tail.page)
             stored = self.memory[pages].reshape(-1)[: branch.num_computed]
-            # What was computed with another adapter would be other numbers.
-            assert stored.tolist() == [t + 10 * branch.adapter for t in text[: branch.num_computed]]
+            # What was computed with another adapter or intervention would be other numbers.
+            keys = branch.keys(text[: branch.num_computed], 0)
+            assert stored.tolist() == [mark(key) + 10 * branch.adapter for key in keys]
             table_pages = [self.table[branch.slot, c] for c in range(branch.num_table_pages)]
             assert table_pages == pages[: branch.num_table_pages], (
                 "the block table is right as far as it is said"
@@ -184,7 +209,9 @@ class TreeMachine(RuleBasedStateMachine):
             if branch.provisional is not None:
                 assert branch.start <= branch.provisional, "what may change is found by nobody"
         for node in nodes(self.tree.index):
-            assert tuple(self.memory[node.page, : len(node.tokens)] % 10) == node.tokens
+            marks = self.memory[node.page, : len(node.tokens)] // 100 * 100
+            marks += self.memory[node.page, : len(node.tokens)] % 10
+            assert marks.tolist() == [mark(key) for key in node.tokens]
 
     def teardown(self) -> None:
         if hasattr(self, "tree"):

@@ -40,9 +40,10 @@ def random_op(kind: str, width: int, rng: np.random.Generator) -> Any:
     if kind == "mean_ablate":
         return MeanAblate(vector)
     if kind == "scale":
-        return Scale(float(rng.choice([0.0, 0.5, -1.3])))
+        return Scale(float(rng.choice([0.5, -1.3])))
     encoder = rng.standard_normal(width) / width**0.5
-    return ClampFeature(encoder, vector, bias=0.3, threshold=-0.2, value=1.5)
+    # A threshold of 0: elsewhere rounding decides whether a feature near it is on.
+    return ClampFeature(encoder, vector, bias=0.3, value=1.5)
 
 
 def apply(op: Any, x: torch.Tensor) -> torch.Tensor:
@@ -108,6 +109,8 @@ class HookedModel:
         self._model, self._names = model, names
 
     def _module(self, key: str, layer: int) -> Any:
+        if key == "logits":
+            return self._model.get_output_embeddings()
         return self._model.get_submodule(self._names[key].format(layer))
 
     def logits(self, tokens: list[int], site: str, layer: int, change: Change) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from unspool.backends.interventions import OUTPUT_SITES, StepInterventions, value_digest
 from unspool.backends.step import (
     BlockTable,
     Ints,
@@ -33,6 +34,22 @@ def logits_after(tokens: Sequence[int], vocab_size: int) -> np.ndarray[Any, Any]
     return np.random.default_rng(seed).standard_normal(vocab_size).astype(np.float32) * 3
 
 
+def marks_of(steered: StepInterventions | None, count: int) -> Ints:
+    """What interventions add to the tokens that they touch: a number by content and order."""
+    marks = np.zeros(count, np.int64)
+    if steered is not None:
+        starts, numbers, offsets = steered.by_token(count)
+        for token in range(count):
+            for n in range(starts[token], starts[token + 1]):
+                intervention = steered.table[numbers[n]]
+                if intervention.site in OUTPUT_SITES:
+                    continue  # changes no keys and values
+                at = offsets[n] if intervention.num_tokens else 0
+                content = f"{value_digest(intervention)} {at}".encode()
+                marks[token] = (marks[token] * 7 + zlib.crc32(content)) % 9973
+    return marks * 1000
+
+
 class NullModel:
     """With `overlaps`, a step is computed when its result is read, after the next one was
     launched, as on a device."""
@@ -45,12 +62,14 @@ class NullModel:
         page_size: int = PAGE_SIZE,
         overlaps: bool = False,
         echoes: bool = True,
+        sites: frozenset[str] = frozenset(),
         limits: StepLimits = StepLimits(),  # noqa: B008
     ) -> None:
         self.limits = limits
         self.page_size, self.page_count, self.page_bytes = page_size, pages, 1
         self.vocab_size, self.context, self.overlaps = vocab_size, context, overlaps
         self.echoes, self.state_bytes, self.state_count = echoes, 0, 0
+        self.sites = sites
         self.slots = np.full((pages, page_size), -1, np.int64)
         self.table = BlockTable()
         self.runs: list[list[int]] = []  # how many tokens each row of each step brought
@@ -80,6 +99,7 @@ class NullModel:
         tokens = batch.tokens.copy()
         self.has_placeholder += int((tokens < 0).sum())
         self._resolve_placeholders(tokens)
+        tokens += marks_of(batch.interventions, len(tokens))
         outputs = np.concatenate((batch.sample_indices, batch.logits_indices)).tolist()
         place_of = {token: row for row, token in enumerate(outputs)}
         logits = np.zeros((len(outputs), self.vocab_size), np.float32)

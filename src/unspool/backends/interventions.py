@@ -110,6 +110,12 @@ def hook_name(site: str, layer: int | None = None) -> str:
     return hook if layer is None else f"blocks.{layer}.{hook}"
 
 
+def place_of(site: str, layer: int) -> tuple[str, int]:
+    """Return the place of a site in a layer: after a layer is before the next one."""
+    names = {"resid_pre": ("resid", layer), "resid_post": ("resid", layer + 1)}
+    return names.get(site, (site, layer))
+
+
 def check_site(site: Any) -> str:
     """Return a site's name; raise SettingsError for an unknown one."""
     if not isinstance(site, str) or site not in SITES:
@@ -489,6 +495,14 @@ class Intervention:
         given = {name: value for name, value in as_lists.items() if value is not None}
         return {"site": self.site, "op": op, "positions": positions, **given}
 
+    def summary(self) -> dict[str, Any]:
+        """Return what the intervention does as JSON values, without its arrays."""
+        arrays = {name: {"shape": list(array.shape)} for name, array in self.op.arrays.items()}
+        if isinstance(self.op, Function):
+            return {"site": self.site, "op": {"kind": self.op.kind}, "digest": self.digest}
+        values = self.to_dict()
+        return {**values, "op": {**values["op"], **arrays}, "digest": self.digest}
+
     @staticmethod
     def from_dict(value: Any) -> Intervention:
         """Build an intervention from `to_dict`'s form; arrays may also be lists of numbers, `hook`
@@ -737,7 +751,7 @@ class BranchInterventions:
     def _salt(self, parts: tuple[tuple[int, int], ...]) -> int:
         salt = self._salts.get(parts)
         if salt is None:
-            content = "".join(f"{_value_digest(self.interventions[n])}{at}," for n, at in parts)
+            content = "".join(f"{value_digest(self.interventions[n])}{at}," for n, at in parts)
             salt = int.from_bytes(hashlib.sha256(content.encode()).digest()[:16], "little")
             if len(self._salts) < _MAX_SALTS:
                 self._salts[parts] = salt
@@ -747,7 +761,7 @@ class BranchInterventions:
 _MAX_SALTS = 4096
 
 
-def _value_digest(intervention: Intervention) -> str:
+def value_digest(intervention: Intervention) -> str:
     """Hash of what an intervention does to a token that it touches, wherever that is."""
     return (
         Intervention(

@@ -35,6 +35,7 @@ from unspool.backends.cpu.structures import (
     TILED_HEADS,
     OpStruct,
 )
+from unspool.backends.interventions import place_of
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig, Rotary
 from unspool.model.files.checkpoint import Checkpoint
@@ -115,8 +116,7 @@ class ExecutionPlan:
 
     def site_number(self, site: str, layer: int) -> int:
         """Number of the place of a site; two names of the residual stream have the same."""
-        names = {"resid_pre": ("resid", layer), "resid_post": ("resid", layer + 1)}
-        return self.sites[names.get(site, (site, layer))]
+        return self.sites[place_of(site, layer)]
 
     @property
     def vectors(self) -> list[str]:

@@ -22,6 +22,7 @@ from unspool.backends.interventions import (
     ProjectOut,
     Replace,
     Scale,
+    place_of,
 )
 from unspool.backends.step import Floats, StepBatch
 from unspool.errors import UnspoolError
@@ -106,7 +107,9 @@ class SiteHooks:
         self.num_outputs = len(self.outputs)
         look = batch.observe
         self._observed = None if look is None else torch.from_numpy(look.tokens)
-        self._sites = frozenset() if look is None else frozenset(look.sites)
+        self._sites: dict[tuple[str, int], list[tuple[str, int]]] = {}  # by place
+        for name in () if look is None else look.sites:
+            self._sites.setdefault(place_of(*name), []).append(name)
         self._values: dict[tuple[str, int], Tensor] = {}
         if look is not None and look.reads_outputs:
             self.outputs = np.concatenate((self.outputs, look.tokens))
@@ -136,7 +139,8 @@ class SiteHooks:
             for index, layer in intervention.resolve_layers(config):
                 slices = intervention.slices(config, layer)
                 change = _Change(intervention, index, slices, tokens, at)
-                self._changes.setdefault((intervention.site, layer), []).append(change)
+                place = place_of(intervention.site, layer)
+                self._changes.setdefault(place, []).append(change)
 
     def __call__(self, site: str, layer: int, x: Tensor) -> Tensor:
         """Change and read a site: x is [1, tokens, width], or [outputs, width] after the layers."""
@@ -147,16 +151,8 @@ class SiteHooks:
         return flat.view_as(x)
 
     def between_layers(self, number: int, x: Tensor) -> Tensor:
-        """Change and read the residual stream before layer `number` and after the one before: both
-        names mean the same values, so changes by both names come before readings."""
-        names = [("resid_post", number - 1), ("resid_pre", number)]
-        flat = x[0]
-        for name in names:
-            for change in self._changes.get(name, ()):
-                flat = change.apply(flat)
-        for name in names:
-            self._record(*name, flat)
-        return flat[None]
+        """Change and read the residual stream before layer `number`, and after the one before."""
+        return self("resid", number, x)
 
     def change_pattern(self, layer: int, token: int, weights: Tensor) -> None:
         """Change a token's attention weights [heads, keys] in place."""
@@ -170,7 +166,8 @@ class SiteHooks:
         if (site, layer) in self._sites and self._observed is not None:
             is_output = site in OUTPUT_SITES
             rows = flat[self.num_outputs :] if is_output else flat[self._observed.to(flat.device)]
-            self._values[site, layer] = rows.clone()
+            for name in self._sites[site, layer]:
+                self._values[name] = rows.clone()
 
     def values(self) -> dict[tuple[str, int], Floats]:
         """The values read, [observed tokens, width] by site and layer."""

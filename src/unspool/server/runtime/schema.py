@@ -28,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 
+from unspool.backends.interventions import Intervention, as_interventions
 from unspool.decoding.speculative.controller import AdaptiveDrafter
 from unspool.decoding.speculative.drafters import PredictedText
 from unspool.engine.request import Drafter, Request
@@ -199,6 +200,21 @@ def check_num_biases(value: Collection[Any]) -> None:
         )
 
 
+def parse_interventions(items: list[dict[str, Any]]) -> tuple[Intervention, ...]:
+    """Interventions from their JSON form; SettingsError says what is wrong."""
+    interventions = as_interventions(items)
+    size = sum(intervention.nbytes for intervention in interventions)
+    if size > MAX_INTERVENTION_BYTES:
+        raise bad_request(
+            f"the arrays of interventions may have at most {MAX_INTERVENTION_BYTES >> 20} MB, got "
+            f"{size / 2**20:.1f} MB",
+            "interventions",
+        )
+    return interventions
+
+
+MAX_INTERVENTIONS = 64
+MAX_INTERVENTION_BYTES = 16 << 20
 Number = float | None
 Whole = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None
 MAX_CANDIDATES = 100
@@ -294,6 +310,11 @@ class Extension(Constraints):
         description="continue beyond the context, dropping the oldest tokens; a number: how many "
         "of the first tokens stay visible",
     )
+    interventions: list[dict[str, Any]] | None = Field(
+        None,
+        max_length=MAX_INTERVENTIONS,
+        description="changes inside the model: site (or hook), op, layers, positions, heads",
+    )
     sample: int = Field(0, ge=0, lt=1 << 31, description="index of the sample for this seed")
     priority: int = Field(0, ge=-100, le=100)
     think: Think | None = Field(None, description="search for the answer (/v1/chat/completions)")
@@ -309,6 +330,8 @@ class Extension(Constraints):
             raise bad_request("unspool.think is for /v1/chat/completions", "unspool.think")
         if "stages" in options:
             options["stages"] = tuple(options["stages"])
+        if self.interventions is not None:
+            options["interventions"] = parse_interventions(self.interventions)
         if self.trace:
             options.update(explain=True, top=self.top)
         return options

@@ -116,6 +116,7 @@ def settings_json(branch: TreeBranch) -> dict[str, Any]:
         trace=request.limits.explain,
         max_tokens=DEFAULT_TOKENS if branch.max_tokens is None else branch.max_tokens,
         priority=request.priority,
+        interventions=[intervention.summary() for intervention in request.interventions],
     )
     return {**values, **branch.extra_settings.values}
 

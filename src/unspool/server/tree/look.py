@@ -14,8 +14,9 @@ from fastapi import Query, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from unspool.backends.interventions import BranchInterventions
 from unspool.engine.generation import Generation
-from unspool.lens.activations import Activations, get_activations, to_numpy
+from unspool.lens.activations import Activations, TextLike, get_activations, to_numpy
 from unspool.lens.attribution import attribution
 from unspool.lens.embeddings import neighbours
 from unspool.lens.logit_lens import logit_lens
@@ -54,7 +55,9 @@ async def alternatives_at(
     head = {"object": "tree.alternatives", "branch": identity, "at": at}
     settings = sampling_json(branch.generation.settings)
     async with state_of(request).call(request, branch.model) as call:
-        result = await call.compute(alternatives, call.served.lm, ids, picked, top)
+        interventions = branch.generation.request.branch_interventions()
+        lm = call.served.lm
+        result = await call.compute(alternatives, lm, ids, picked, top, interventions)
     return JsonReply({**head, **result, "settings": settings})
 
 
@@ -103,21 +106,25 @@ async def look_at(
     if options.step is not None:
         position = len(branch.prompt.ids) + branch.step_index(options.step, "step") - 1
     options.included()
-    tokens = branch.tokens
+    text = branch.generation.fork()  # the branch may be running
     head = {"object": "tree.look", "branch": identity, "prompt_tokens": len(branch.prompt.ids)}
     async with state_of(request).call(request, branch.model) as call:
         reply: Response = await call.compute(
-            lambda: JsonReply({**head, **look_json(call.served.lm, tokens, position, options)})
+            lambda: JsonReply({**head, **look_json(call.served.lm, text, position, options)})
         )
     return reply
 
 
 def alternatives(
-    lm: Session, tokens: Sequence[int], picked: int | None, top: int
+    lm: Session,
+    tokens: Sequence[int],
+    picked: int | None,
+    top: int,
+    interventions: BranchInterventions | None = None,
 ) -> dict[str, Any]:
     """The most likely next tokens of the model, and the sum of all others."""
     lm.prompt_ids(tokens)
-    with lm.open_branch(tokens) as branch:
+    with lm.open_branch(tokens, interventions=interventions) as branch:
         logits = lm.engine.extend(branch)[-1:]
     scores = score(logits, [picked or 0], top)
     ids, logprobs = scores.top_tokens[0], scores.top_logprobs[0]
@@ -159,11 +166,9 @@ def _log_sum(levels: Any) -> float | None:
     return finite(peak + math.log(float(np.exp(levels - peak).sum()))) if peak > -math.inf else None
 
 
-def look_json(
-    lm: Session, tokens: Sequence[int], position: int, options: LookOptions
-) -> dict[str, Any]:
+def look_json(lm: Session, text: TextLike, position: int, options: LookOptions) -> dict[str, Any]:
     """Model internals at this position."""
-    internals, parts = get_activations(lm, tokens, position), options.included()
+    internals, parts = get_activations(lm, text, position), options.included()
     partial_utf8 = lm.partial_utf8(internals.tokens)
     layers = _indices(options.layer, len(internals.attention), "layer")
     heads = _indices(options.head, internals.attention.shape[1], "head")

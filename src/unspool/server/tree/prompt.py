@@ -20,6 +20,7 @@ from unspool.server.runtime.schema import (
     Strict,
     Tokens,
     biases,
+    parse_interventions,
     stops,
 )
 from unspool.server.runtime.state import Call
@@ -70,6 +71,8 @@ class WriteOptions(Extension):
             return biases(value)
         if name == "guard" and isinstance(value, list) and not 0 < len(value) <= MAX_STOPS:
             raise bad_request(f"guard may name 1 to {MAX_STOPS} guards", "guard")
+        if name == "interventions":
+            return parse_interventions(value or [])
         return tuple(value) if name == "stages" and value is not None else value
 
 

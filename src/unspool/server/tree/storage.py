@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from unspool.backends.interventions import as_interventions
 from unspool.engine.generation import Generation
 from unspool.engine.request import Limits, Request
 from unspool.engine.results import Step
@@ -55,6 +56,7 @@ class StoredContent:
             limits=from_json_value(Limits, settings["limits"]),
             priority=settings["priority"],
             cached=settings["cached"],
+            interventions=as_interventions(settings.get("interventions")),
         )
         steps = join_steps(self.parts)
         for index, step in enumerate(steps):  # an earlier resume may have ended there
@@ -430,6 +432,7 @@ def _settings_json(generation: Generation, extra: ExtraSettings) -> str:
             "limits": to_json_value(request.limits),
             "priority": request.priority,
             "cached": request.cached,
+            "interventions": [item.to_dict() for item in request.interventions],
         }
     )
 
