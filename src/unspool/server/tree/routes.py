@@ -25,6 +25,7 @@ from unspool.server.tree import (  # noqa: F401  endpoints
     futures,
     look,
     sessions,
+    steer,
     writing,
 )
 from unspool.server.tree.branch_json import branches_of, reply, router, summary
