@@ -1,6 +1,6 @@
 // Sessions of all branches: packing, validation, replay on the server, and showing them on the page.
 
-import { jump, pushUndo, updateSettings } from "../actions.js";
+import { ensureSteps, jump, pushUndo, updateSettings } from "../actions.js";
 import { api } from "../api.js";
 import { expand } from "./file.js";
 import { BadFile } from "./formats.js";
@@ -20,7 +20,7 @@ export const DEFAULTS = {
   dry_allowed_length: 2, dry_window: -1, dry_breakers: [], logit_bias: {}, dynatemp_range: 0,
   dynatemp_exponent: 1, mirostat_tau: 0, mirostat_eta: 0.1, stages: STAGES, stop: [], sample: 0, guard: null,
   regex: null, grammar: null, choice: null, json_schema: null, speculate: null, end: true, cache: true,
-  think_budget: null,
+  think_budget: null, interventions: [],
 };
 
 const GRAMMARS = ["regex", "grammar", "choice", "json_schema"];
@@ -115,7 +115,15 @@ export function piecesOf(branch, since = 0) {
 
 const VERSION = 2;
 
-/** The contents of a session file. All branches must be loaded. */
+/** Load all of a branch that a file has: also the arrays of its interventions, which responses leave out. */
+export async function loadBranch(id) {
+  const branch = await ensureSteps(id);
+  if (!branch || branch.recorded || !branch.settings.interventions?.length) return;
+  const { data } = await api.get(`/v1/tree/${id}/interventions`);
+  branch.settings = { ...branch.settings, interventions: data };
+}
+
+/** The contents of a session file. All branches must be loaded (`loadBranch`). */
 export function packSession() {
   const model = currentModel();
   return {

@@ -7,15 +7,15 @@ import { html, isWord, Piece, plural, RequestError, useChanges, useEffect, useRe
 import { adopt, currentBranch, promptLength, state, tokenAt } from "../state.js";
 import { options, placeInText } from "../inside/lookups.js";
 import { placeOf } from "../write/history.js";
-import { differences, interventionName, layersText, PART_NAMES, strengthText, streamSteered } from "./changes.js";
+import { differences, interventionName, PART_NAMES, strengthText, streamSteered } from "./changes.js";
 
 const DEBOUNCE_MS = 80;
 const LENGTHS = [20, 40, 80, 160]; // tokens of a preview
 const NUM_BEFORE = 6; // tokens shown before the first new one
 const MAX_CHANGES = 8; // of the server
 const STRENGTHS = {
-  vector: { min: -4, max: 4, step: 0.1, start: 1.5 },
-  token: { min: -1, max: 1, step: 0.02, start: 0.2 },
+  vector: { min: -1.5, max: 1.5, step: 0.05, start: 0.3 },
+  token: { min: -1, max: 1, step: 0.02, start: 0.3 },
   scale: { min: 0, max: 3, step: 0.05, start: 0 },
 };
 
@@ -38,8 +38,9 @@ function newChange(what, offers, before = {}) {
   const site = before.site && (kind === "scale" || before.site !== "head_out") ? before.site : kind === "scale" ? offers.parts.at(-1).site : "resid_post";
   const { layers } = offers.parts.find((part) => part.site === site);
   const vector = offers.vectors.find(({ name }) => what === `vector:${name}`);
-  const middle = options.layer === null ? layers[Math.floor(layers.length / 2)] : options.layer - 1;
-  const [first, last] = vector ? [vector.layers[0], vector.layers.at(-1)] : [middle, middle];
+  const late = layers[Math.floor((2 * layers.length) / 3)]; // where a direction of the output head has an effect, but not at once
+  const layer = layers.includes(options.layer - 1) ? options.layer - 1 : late;
+  const [first, last] = vector ? [vector.layers[0], vector.layers.at(-1)] : [layer, layer];
   return { id: draft.next++, token: "", ...before, what, site, first, last, head: site === "head_out" ? before.head ?? 0 : null, strength: STRENGTHS[kind].start };
 }
 
@@ -130,8 +131,8 @@ function ChangeForm({ number, change, offers, update, replace, remove }) {
         ${parts.map(({ site }) => html`<option value=${site}>${PART_NAMES[site]}</option>`)}</select></label>
       ${change.head !== null && html`<label>Head <select class="field inside-choice" id=${id("head")} value=${change.head}
         onChange=${({ target }) => update({ head: Number(target.value) })}>${Array.from({ length: heads }, (_, head) => html`<option value=${head}>${head + 1}</option>`)}</select></label>`}
-      <label>Layers <select class="field inside-choice" id=${id("first")} aria-label="First layer" value=${change.first} onChange=${setFirst}>${layerOptions}</select></label>
-      <label>to <select class="field inside-choice" id=${id("last")} aria-label="Last layer" value=${change.last} onChange=${setLast}>${layerOptions}</select></label>
+      <span class="steer-range"><label>Layers <select class="field inside-choice" id=${id("first")} aria-label="First layer" value=${change.first} onChange=${setFirst}>${layerOptions}</select></label>
+      <label>to <select class="field inside-choice" id=${id("last")} aria-label="Last layer" value=${change.last} onChange=${setLast}>${layerOptions}</select></label></span>
     </div>
     <div class="steer-strength"><label class="small" for=${id("strength")}>${kind === "scale" ? "Factor" : "Strength"}</label>
       <input id=${id("strength")} type="range" min=${range.min} max=${range.max} step=${range.step} value=${change.strength}
@@ -179,12 +180,14 @@ function differenceText(before, after, [, marks]) {
   return `${plural(changed, "token")} of ${after.length} ${changed === 1 ? "is" : "are"} different${first < 0 ? "" : `, from token ${first + 1} on`}.`;
 }
 
+const inLine = (text) => text.replaceAll("\n", "⏎");
+
 function SteeredText({ title, branch, body, steps, marks }) {
   const end = promptLength(branch) + body.at;
   const before = Array.from({ length: Math.min(NUM_BEFORE, end) }, (_, index) => tokenAt(branch, end - Math.min(NUM_BEFORE, end) + index)?.text ?? "");
   return html`<div class="steer-text"><h4>${title}</h4>
-    <p dir="auto"><span class="quiet">${end > NUM_BEFORE ? "…" : ""}${before.join("")}</span>${(steps ?? []).map((step, index) => {
-      const text = step.piece;
+    <p dir="auto"><span class="quiet">${end > NUM_BEFORE ? "…" : ""}${inLine(before.join(""))}</span>${(steps ?? []).map((step, index) => {
+      const text = inLine(step.piece);
       if (!marks?.[index]) return text;
       const isSpaced = isWord(text, steps[index - 1]?.piece ?? "x");
       return html`${isSpaced ? " " : ""}<mark>${isSpaced ? text.slice(1) : text}</mark>`;
