@@ -19,12 +19,13 @@ from pathlib import Path
 from time import perf_counter
 
 from PIL import Image
-from playwright.sync_api import Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 IMAGES = Path(__file__).parent / "images"
 QUESTION = "Why do leaves change color in fall?"
 WIDE = {"width": 1280, "height": 800}
 SMALL = {"width": 1000, "height": 640}
+NUM_COLORS = 200  # of a picture: text stays sharp, and the file is a third as large
 FRAME_SECONDS = 0.1
 _SETTINGS = (
     "(some) => import('/page/code/actions.js').then((actions) => actions.updateSettings(some))"
@@ -33,15 +34,29 @@ _SETTINGS = (
 
 @contextmanager
 def served_page(*options: str) -> Iterator[str]:
-    """Start `unspool page` in a process of its own; yield its address."""
-    command = [sys.executable, "-m", "unspool", "page", "--no-open", "--port", "0", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    """Start `unspool page` in a process of its own, with an empty library; yield its address."""
+    command = [sys.executable, "-m", "unspool", "page", "--no-open", "--no-state", "--port", "0"]
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             addresses = (re.search(r"http://\S+", line) for line in process.stderr)
             yield next(match[0] for match in addresses if match)
         finally:
             process.terminate()
+
+
+def open_page(browser: Browser, address: str, **options: object) -> Page:
+    """The page in a new window, without the example of a first visit."""
+    page = browser.new_page(**options)  # type: ignore[arg-type]
+    page.add_init_script("localStorage.setItem('unspool.visited', 'true')")
+    page.goto(address)
+    return page
+
+
+def save(page: Page, name: str) -> None:
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    colors = picture.quantize(NUM_COLORS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    colors.save(IMAGES / f"{name}.png", optimize=True)
 
 
 class Film:
@@ -69,8 +84,8 @@ class Film:
     def save(self, path: Path) -> None:
         first, *rest = self.frames
         first.save(
-            path, save_all=True, append_images=rest, duration=self.durations, loop=0, quality=60,
-            method=4,
+            path, save_all=True, append_images=rest, duration=self.durations, loop=0, quality=55,
+            method=6,
         )  # fmt: skip
 
 
@@ -80,6 +95,7 @@ def generated_tokens(page: Page) -> Locator:
 
 def ask(page: Page, speed: int = 9) -> None:
     """Ask the question with a fixed seed; `speed` is a position of the speed control."""
+    expect(page.locator("#write")).to_be_enabled()
     page.evaluate(_SETTINGS, {"seed": 5, "max_tokens": 120})
     page.locator("#speed").fill(str(speed))
     page.locator("#prompt").press_sequentially(QUESTION, delay=25)
@@ -90,8 +106,15 @@ def wait_until_done(page: Page) -> None:
     expect(page.locator("#go-on")).to_be_visible(timeout=60_000)
 
 
-def open_panel(page: Page, name: str) -> None:
-    page.get_by_role("tab", name=name, exact=True).click()
+def open_panel(page: Page, tab: str, level: str | None = None) -> None:
+    page.get_by_role("tab", name=tab, exact=True).click()
+    if level is not None:
+        page.locator(f"#level-{level}").click()
+
+
+def open_view(page: Page, place: str, view: str) -> None:
+    page.locator(f"#place-{place}").click()
+    page.locator(f"#view-{view}").click()
 
 
 def unlikely_token(page: Page) -> Locator:
@@ -108,15 +131,15 @@ def step(page: Page) -> None:
 
 def inside(page: Page) -> None:
     step(page)
-    open_panel(page, "Inside")
+    open_panel(page, "Token", "inside")
     page.locator(".inside-part[data-part=way] summary").click()
     page.wait_for_timeout(2500)
 
 
-def tree(page: Page) -> None:
+def branches(page: Page) -> None:
     step(page)
     for number in (4, 9, 15):
-        open_panel(page, "Sampling")
+        open_panel(page, "Token", "step")
         generated_tokens(page).nth(number).click()
         page.locator("#side-panel .candidate:not(.picked)").first.click()
         page.wait_for_timeout(300)
@@ -125,10 +148,31 @@ def tree(page: Page) -> None:
     page.wait_for_timeout(800)
 
 
+def samples(page: Page) -> None:
+    expect(page.locator("#write")).to_be_enabled()
+    page.evaluate(_SETTINGS, {"seed": 5})
+    open_view(page, "compare", "samples")
+    page.get_by_label("Max tokens", exact=True).fill("12")
+    page.locator("#run").click()
+    expect(page.locator("#run")).to_be_visible(timeout=120_000)
+    page.wait_for_timeout(800)
+
+
+def layers(page: Page) -> None:
+    page.emulate_media(reduced_motion="reduce")  # no stage moves on by itself
+    step(page)
+    open_view(page, "explain", "token")
+    expect(page.locator("#play")).to_be_enabled(timeout=60_000)
+    page.get_by_role("button", name="4. Layers").click()
+    page.wait_for_timeout(800)
+
+
 PICTURES: dict[str, tuple[Callable[[Page], None], str]] = {
     "page-step": (step, "light"),
     "page-inside": (inside, "light"),
-    "page-map": (tree, "dark"),
+    "page-map": (branches, "dark"),
+    "page-compare": (samples, "light"),
+    "page-explain": (layers, "light"),
 }
 
 
@@ -148,13 +192,14 @@ def record_film(page: Page) -> Film:
     wait_until_done(page)
     open_panel(page, "Branches")
     film.take(1.8)
-    open_panel(page, "Inside")
+    open_panel(page, "Token", "inside")
     film.take(2.5)
     return film
 
 
 def training(page: Page) -> None:
     """Move to two checkpoints before the end, and wait for the texts of those around it."""
+    expect(page.locator("#lrn-write")).to_be_enabled()
     page.get_by_label("Training step").focus()
     for _ in range(2):
         page.keyboard.press("PageDown")
@@ -166,29 +211,23 @@ def training(page: Page) -> None:
 
 def main() -> None:
     arguments = ["--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    run = sys.argv[1:]
-    with served_page(*(["--run", *run] if run else [])) as address, sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=arguments)
-
-        def new_page(**options: object) -> Page:
-            page = browser.new_page(**options)  # type: ignore[arg-type]
-            page.add_init_script("localStorage.setItem('unspool.tour', 'true')")
-            page.goto(address)
-            expect(page.locator("#lrn-write" if run else "#write")).to_be_enabled()
-            return page
-
-        if run:
-            page = new_page(viewport={"width": 1280, "height": 1120}, color_scheme="light")
-            training(page)
-            page.screenshot(path=IMAGES / "page-learn.png")
+        if run := sys.argv[1:]:
+            with served_page("--run", *run) as address:
+                size = {"width": 1280, "height": 1120}
+                page = open_page(browser, address, viewport=size, color_scheme="light")
+                training(page)
+                save(page, "page-learn")
             return
         for name, (act, theme) in PICTURES.items():
-            page = new_page(viewport=WIDE, color_scheme=theme)
-            act(page)
-            page.screenshot(path=IMAGES / f"{name}.png")
-            page.close()
-        record_film(new_page(viewport=SMALL)).save(IMAGES / "page.webp")
-        browser.close()
+            with served_page() as address:
+                page = open_page(browser, address, viewport=WIDE, color_scheme=theme)
+                act(page)
+                save(page, name)
+                page.close()
+        with served_page() as address:
+            record_film(open_page(browser, address, viewport=SMALL)).save(IMAGES / "page.webp")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from helpers.page_actions import (
     open_menu,
     open_panel,
     open_view,
+    open_write,
     post,
     tokens,
     write,
@@ -65,6 +66,23 @@ def what_if(page: Page) -> None:
     page.get_by_text("Try other settings").click()
     page.locator("#whatif-temperature").fill("1.5")
     expect(page.locator(".step-compared")).to_be_visible()
+
+
+def read(page: Page) -> None:
+    open_write(page)
+    page.locator("#read").click()
+    expect(page.locator(".turn .md").first).to_be_visible()
+    page.get_by_role("button", name="Edit", exact=True).first.click()
+    expect(page.get_by_label("Text of this turn")).to_be_visible()
+
+
+def editing(page: Page) -> None:
+    page.locator("#tokens").click()
+    tokens(page).nth(8).click()
+    page.locator("#text").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.type("really ")
+    expect(page.get_by_role("group", name="Text after the edit")).to_be_visible()
 
 
 def unfolded(page: Page) -> None:
@@ -136,6 +154,8 @@ OF_A_TEXT: dict[str, Callable[[Page], object]] = {
     "one-token": partial(explain, title="One token"),
     "attention": partial(explain, title="Attention"),
     "costs": partial(explain, title="Costs of a text"),
+    "read": read,
+    "editing": editing,
     "share": shared,
 }
 STRANGE = (

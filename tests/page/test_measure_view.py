@@ -106,7 +106,7 @@ def test_a_model_is_measured_and_the_report_kept(page: Page, view: Locator, serv
 def test_a_measurement_is_stopped(view: Locator, server: Running):
     view.get_by_role("button", name="Full").click()
     view.locator("#measure-start").click()
-    expect(view.get_by_text("Measuring waiting")).to_be_visible(timeout=SLOW)
+    expect(view.get_by_text("Measuring latency")).to_be_visible(timeout=SLOW)
     view.locator("#measure-stop").click()
     expect(view.get_by_text("Stopped")).to_be_visible()
     expect(view.locator("#measure-start")).to_be_enabled()

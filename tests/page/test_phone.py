@@ -57,6 +57,16 @@ def test_the_text_comes_first_and_the_controls_unfold(phone: Page) -> None:
         expect(phone.locator(name)).to_be_in_viewport()
     phone.keyboard.press("Escape")
     expect(phone.locator("#tour")).not_to_be_visible()
+    # The four places are a bar at the bottom; the last view of a place is scrolled to.
+    for place, view in (("compare", "diffusion"), ("explain", "sudoku"), ("lab", "text")):
+        link = phone.locator(f"#place-{place}")
+        box = link.bounding_box()
+        assert box is not None and phone.viewport_size is not None
+        assert box["y"] + box["height"] == pytest.approx(phone.viewport_size["height"], abs=1)
+        link.click()
+        phone.locator(f"#view-{view}").click()
+        expect(phone.locator(f"#view-{view}")).to_be_in_viewport(ratio=1)
+    phone.locator("#place-write").click()
     assert phone.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 

@@ -69,6 +69,28 @@ def test_each_view_and_each_text_has_an_address(page: Page) -> None:
     assert "One" not in page.locator("#text").inner_text()
 
 
+def test_a_reload_keeps_undo(page: Page) -> None:
+    write(page, "Once upon a time", max_tokens=4, seed=1)
+    first = shown_branch(page)
+    tokens(page).nth(2).click()
+    page.locator("#side-panel .candidate:not(.picked)").first.click()
+    expect(page.locator("#text")).not_to_have_attribute("data-branch", first)
+    finished(page)
+    second, session = shown_branch(page), branch(page)["session"]
+    path = f"{page.url.split('?')[0]}v1/tree/sessions/{session}"
+    for _ in range(100):
+        saved = page.request.get(path).json()["view"]
+        if saved.get("current") == second and len(saved["history"]["done"]) == 2:
+            break
+        page.wait_for_timeout(100)
+    page.reload()
+    expect(page.locator("#text")).to_have_attribute("data-branch", second)
+    page.get_by_role("button", name="Undo").first.click()
+    expect(page.locator("#text")).to_have_attribute("data-branch", first)
+    page.get_by_role("button", name="Redo").first.click()
+    expect(page.locator("#text")).to_have_attribute("data-branch", second)
+
+
 def test_a_new_tab_shows_the_latest_text(page: Page, address: str) -> None:
     write(page, "The latest", max_tokens=3, seed=1)
     other = page.context.new_page()

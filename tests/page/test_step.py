@@ -68,6 +68,9 @@ def test_pointing_at_a_token_tells_about_it_and_a_click_keeps_it(
     expect(facts).to_contain_text(f"{step['entropy']:.2f} nats")
     expect(facts).to_contain_text("of 49,152")
     expect(panel.locator(".step-bytes")).to_contain_text(bytes(step["bytes"]).hex(" "))
+    panel.hover()  # the token stays, as long as the pointer is in the panel
+    page.wait_for_timeout(600)
+    expect(panel.locator(".step-token")).to_be_visible()
     page.locator("#prompt").hover()
     expect(panel.get_by_text("Point at a generated token")).to_be_visible()
     tokens(page).nth(3).click()

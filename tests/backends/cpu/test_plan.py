@@ -19,18 +19,16 @@ LLAMA = """\
 buffers: x 32 (tokens), qkv 128 (tokens), mixed 64 (tokens), hidden 96 (tokens), \
 last 32 (selected), logits 67 (selected)
    0  embed     x         = embed *
-   1  snapshot  x
-   2  linear    qkv       = layers.0.attention.q, layers.0.attention.k, layers.0.attention.v * \
+   1  linear    qkv       = layers.0.attention.q, layers.0.attention.k, layers.0.attention.v * \
 norm(x)
-   3  rope      qkv -> pages of layer 0
-   4  attention mixed     = qkv
-   5  linear    x        += layers.0.attention.out * mixed
-   6  snapshot  x
-   7  linear    hidden    = layers.0.feed.gate, layers.0.feed.up * norm(x)
-   8  linear    x        += layers.0.feed.down * activation(hidden)
-   9  snapshot  x
-  10  gather    last      = x
-  11  linear    logits    = head * norm(last)"""
+   2  rope      qkv -> pages of layer 0
+   3  attention mixed     = qkv
+   4  linear    x        += layers.0.attention.out * mixed
+   5  linear    hidden    = layers.0.feed.gate, layers.0.feed.up * norm(x)
+   6  linear    x        += layers.0.feed.down * activation(hidden)
+   7  gather    last      = x
+   8  norm      last      = last
+   9  linear    logits    = head * last"""
 
 
 def test_printed_plan_of_a_llama():

@@ -70,7 +70,9 @@ function Header({ openDialog, place }) {
 
 /** The views of a place. */
 function ViewTabs({ views, now }) {
-  return html`<nav class="views" aria-label="Views">${views.map(({ name, title }) => html`<${ViewLink} key=${name} view=${name}
+  const nav = useRef();
+  useEffect(() => nav.current.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" }), [now.name]);
+  return html`<nav class="views" aria-label="Views" ref=${nav}>${views.map(({ name, title }) => html`<${ViewLink} key=${name} view=${name}
     id=${`view-${name}`} aria-current=${name === now.name ? "page" : null}>${title}<//>`)}</nav>`;
 }
 
@@ -150,6 +152,8 @@ const KEYS = [
   ["s", "stop"],
   ["← →", "in the text: previous or next token; ↑ ↓ previous or next line"],
   ["Shift+← →", "in the text: select a span; r rewrites the span, or the selected token"],
+  ["Ctrl+Enter", "in the text: continue from the caret"],
+  ["Ctrl+Space", "in the text: suggest continuations at the caret"],
   ["Ctrl+Z", "undo; with Shift: redo"],
   [`1 – ${PANELS.length}`, `panels: ${PANELS.map(({ title }) => title).join(", ")}`],
   ["l", "open or close the library"],

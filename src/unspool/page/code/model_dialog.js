@@ -3,7 +3,7 @@
 import { connect } from "./actions.js";
 import { api, ApiError } from "./api.js";
 import { duration, html, useChanges, useEffect, useRef, useState } from "./lib.js";
-import { DefaultModelNote, loadErrors, pickModel } from "./models.js";
+import { loadErrors, pickModel } from "./models.js";
 import { changed, state } from "./state.js";
 
 function formatBytes(count) {
@@ -24,7 +24,6 @@ export function ModelDialog({ close }) {
     <h2 id="models-title">Models on this machine</h2>
     <p class="quiet small">The model you choose writes new texts. Existing texts stay with the model that wrote them.</p>
     <ul class="model-list">${state.models.map((model) => html`<${Model} key=${model.id} model=${model} />`)}</ul>
-    <${DefaultModelNote} />
     <${Catalogue} />
     <form method="dialog"><button class="button">Close</button></form>
   </dialog>`;
@@ -95,7 +94,7 @@ function Model({ model: { id, unspool } }) {
   const isCurrent = id === state.model;
   const isLoading = state.loading?.id === id;
   const isBusy = state.loading !== null;
-  const facts = [formatBytes(unspool.bytes), unspool.source, isCurrent ? "in use" : unspool.loaded ? "loaded" : ""];
+  const facts = [formatBytes(unspool.bytes), unspool.source, unspool.default && "a tiny demo model: fast, and often wrong", unspool.loaded && !isCurrent && "loaded"];
   const fault = loadErrors.get(id);
   return html`<li class=${isCurrent ? "current" : ""} data-model=${id}>
     <div class="grow"><b class="model-id">${id}</b>

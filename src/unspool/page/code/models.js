@@ -78,8 +78,8 @@ export function ModelNotice() {
 export function DefaultModelNote() {
   useChanges("models");
   if (!currentModel()?.unspool?.default) return null;
-  return html`<p class="tiny-note">This is a tiny demo model: fast, and often wrong. For a larger one
-    start the page with <code>unspool page -m qwen3-0.6b</code>.</p>`;
+  return html`<p class="tiny-note">This is a tiny demo model: fast, and often wrong. For a larger one click
+    its name at the top, or start the page with <code>unspool page -m qwen3-0.6b</code>.</p>`;
 }
 
 /** Shown when another model than the one in use wrote the text. */

@@ -110,12 +110,12 @@ export async function restoreTab() {
   const { view, text } = requested();
   state.view = view;
   if (saved && !state.branches.size) {
-    for (const name of SAVED_FIELDS) if (name in saved && name !== "current") state[name] = saved[name];
+    for (const name of SAVED_FIELDS) if (name in saved && !["current", "session"].includes(name)) state[name] = saved[name];
     if (!PANELS.some(({ name }) => name === state.panel)) state.panel = PANELS[0].name;
     const { data } = await api.get("/v1/tree").catch(() => ({ data: [] }));
     const onServer = new Map(data.map((branch) => [branch.id, branch]));
-    for (const [id, runs] of saved.branches ?? []) {
-      if (onServer.has(id)) adopt(onServer.get(id)).runs = runs;
+    for (const [id, runs] of saved.branches ?? []) { // those of the session come with it, and with what can be undone
+      if (onServer.has(id) && onServer.get(id).session !== saved.session) adopt(onServer.get(id)).runs = runs;
     }
   }
   changed("view", ...SAVED_FIELDS, "branches");

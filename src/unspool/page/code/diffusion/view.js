@@ -40,7 +40,7 @@ function SudokuChoice() {
   return html`<div class="row twins-row">
     ${isWriting() ? html`<button class="button" type="button" id="run-stop" onClick=${stopBoth}>Stop</button>`
       : html`<button class="button main" type="button" id="sudoku" onClick=${newSudoku}>${diffusion.request ? "Solve another Sudoku" : "Solve a Sudoku"}</button>`}
-    <label><span class="small">Empty cells</span>
+    <label class="row"><span class="small">Empty cells</span>
       <select class="field" name="empty" value=${diffusion.empty} disabled=${isWriting()} onChange=${set}>
         ${EMPTY.map((count) => html`<option key=${count} value=${count}>${count}</option>`)}</select></label>
   </div>`;
@@ -184,9 +184,9 @@ function Settings() {
     <input class="field" name=${name} inputmode="decimal" autocomplete="off" value=${diffusion[name]} aria-invalid=${invalid(name)} onInput=${set} /></label>`;
   return html`<div class="twins-asking" role="group" aria-label="Settings of both">
     <div class="row twins-row">
-      <${ModelPick} name="causal" title="Left to right" models=${causalModels()} now=${currentCausal()} />
-      <${ModelPick} name="masked" title="In any order" models=${maskedModels()} now=${currentMasked()} unloaded=${otherModels()} />
-      <label><span class="small">Each pass sets</span>
+      <${ModelPick} name="causal" title="Causal model" models=${causalModels()} now=${currentCausal()} />
+      <${ModelPick} name="masked" title="Diffusion model" models=${maskedModels()} now=${currentMasked()} unloaded=${otherModels()} />
+      <label><span class="small">Unmasking order</span>
         <select class="field" name="order" value=${diffusion.order} onChange=${set}>
           ${Object.entries(ORDERS).map(([order, title]) => html`<option value=${order}>${title}</option>`)}</select></label>
       ${diffusion.order === "threshold" && number("threshold", "Threshold", "Minimum probability of a token to be set")}

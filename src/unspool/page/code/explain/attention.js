@@ -20,7 +20,7 @@ export function AttentionView() {
   return html`<section class="beside" aria-label="Attention">
     <h2 class="visually-hidden">Attention</h2>
     <div class="paper"><p class="quiet small">Click a token: the arcs show to which tokens the model attended when it read it.</p><${Pane} /></div>
-    <div class="panel beside-panel inside" tabindex="0" role="region" aria-label="Attention of one token">
+    <div class="panel beside-panel inside attention" tabindex="0" role="region" aria-label="Attention of one token">
       <h3 class="visually-hidden">Attention of one token</h3>
       ${state.selected !== null && state.selected < length && html`<${Selected} branch=${branch} at=${state.selected} />`}</div>
   </section>`;

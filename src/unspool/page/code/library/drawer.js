@@ -45,7 +45,7 @@ export function Library() {
   return html`<section class="library panel" aria-label="Library">
     <div class="row spread"><h2>Library</h2>
       <button type="button" class="button tiny plain" aria-label="Close the library" onClick=${() => toggleLibrary(false)}>×</button></div>
-    <input class="field" type="search" id="library-search" value=${query} placeholder="Search titles, tags and texts"
+    <input class="field" type="search" id="library-search" value=${query} placeholder="Search"
       aria-label="Search the library" onInput=${(event) => setQuery(event.target.value)} />
     ${tags.length > 0 && html`<div class="row library-tags" role="group" aria-label="Tags">${tags.map((name) => html`<button type="button"
       class="chip" key=${name} aria-pressed=${tag === name} onClick=${() => setTag(tag === name ? null : name)}>${name}</button>`)}</div>`}
@@ -80,9 +80,9 @@ function Item({ session, refresh, remove }) {
       <span class="quiet small">${whenText(updated)} · ${plural(tokens, "token")}${branches > 1 ? ` · ${plural(branches, "branch", "branches")}` : ""}${
         tags.map((tag) => ` · #${tag}`).join("")}</span></button>
     <span class="library-acts">
-      <button type="button" class="button tiny plain" aria-label=${`Rename or tag ${name}`} title="Rename or tag" onClick=${() => setEditing(true)}>Edit</button>
+      <button type="button" class="button tiny plain" aria-label=${`Rename or tag ${name}`} title="Rename or tag" onClick=${() => setEditing(true)}>Rename</button>
       <button type="button" class="button tiny plain" aria-label=${`Duplicate ${name}`} title="Duplicate, with all branches"
-        onClick=${() => attempt(async () => { await duplicateSession(id); refresh(); })}>Copy</button>
+        onClick=${() => attempt(async () => { await duplicateSession(id); refresh(); })}>Duplicate</button>
       <button type="button" class="button tiny plain" aria-label=${`Delete ${name}`} onClick=${() => remove(session)}>Delete</button>
     </span>
   </li>`;

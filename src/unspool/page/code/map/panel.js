@@ -174,8 +174,8 @@ export function MapPanel() {
   return html`<div class="map stack" ref=${panel}>
     <div class="map-head">
       <p class="quiet small">${plural(branches.length, "branch", "branches")}. Click one to open it.</p>
-      <${Futures} />
-      <button class="button tiny" type="button" onClick=${() => setLarge(true)}>Enlarge</button>
+      <span class="row"><${Futures} />
+        <button class="button tiny" type="button" onClick=${() => setLarge(true)}>Enlarge</button></span>
     </div>
     ${isLarge
       ? html`<dialog class="map-large" ref=${large} aria-label="Map of all branches"

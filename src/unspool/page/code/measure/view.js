@@ -82,6 +82,12 @@ const EVENT_HANDLERS = {
   },
 };
 
+/** What a part measures; its name is that of the command line. */
+const PART_TITLES = {
+  waiting: "latency", snowball: "effect of one wrong token", exposure: "exposure bias", loops: "loops", whole: "no lookahead",
+  fading: "use of long context", confidence: "calibration", remedies: "remedies and their cost",
+};
+
 async function measure() {
   if (measuring.running) return;
   try {
@@ -168,7 +174,7 @@ function MeasureForm() {
   };
   return html`<form class="stack msr-asking" onSubmit=${submit} aria-label="Parts and settings">
     <fieldset class="row small" aria-invalid=${invalid("parts")}><legend>Parts</legend>${parts.map((part) => html`<label key=${part}>
-      <input type="checkbox" name=${part} checked=${!excluded.has(part)} onChange=${(event) => togglePart(part, event.target.checked)} /> ${part}</label>`)}</fieldset>
+      <input type="checkbox" name=${part} checked=${!excluded.has(part)} onChange=${(event) => togglePart(part, event.target.checked)} /> ${PART_TITLES[part] ?? part}</label>`)}</fieldset>
     <div class="row">
       <div class="segments" role="group" aria-label="Length">
         ${[[true, "Quick"], [false, "Full"]].map(([value, title]) => html`<button type="button" aria-pressed=${quick === value}
@@ -193,7 +199,7 @@ function Progress() {
   const done = Math.round(share * 100);
   return html`<div class="msr-progress">
     <div class="track" role="progressbar" aria-label="Measured" aria-valuemin="0" aria-valuemax="100" aria-valuenow=${done}><span style=${{ width: `${done}%` }} /></div>
-    <p role="status" class="small">Measuring ${now || "…"}</p></div>`;
+    <p role="status" class="small">Measuring ${PART_TITLES[now] ?? now ?? "…"} …</p></div>`;
 }
 
 /** Saved reports, to open, compare or delete. */

@@ -30,7 +30,7 @@ export const POLICIES = {
 
 /** `needs`: the argument after the name. Judges that run files are available on the command line only. */
 export const JUDGES = {
-  "": { title: "default", help: "Mean log probability per token; in a vote each text counts the same." },
+  "": { title: "automatic", help: "Mean log probability per token; in a vote each text counts the same." },
   logprob: { title: "log probability", help: "Mean log probability per token." },
   certainty: { title: "self-certainty", help: "Distance of the model's distribution from uniform, averaged over the tokens." },
   "regex:": { title: "regular expression", needs: "pattern", help: "1 if the regular expression matches the text, else 0." },

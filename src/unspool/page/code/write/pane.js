@@ -151,7 +151,7 @@ export function mountPane(element) {
   rendered = { id: null, tokens: [], spans: [], line: null };
   // Not "pointerover": that also fires when the layout moves a token under a pointer that rests.
   body.addEventListener("pointermove", hover);
-  body.addEventListener("pointerleave", () => setHovered(null));
+  body.addEventListener("pointerleave", leaveText);
   body.addEventListener("click", (event) => onTokenClick(positionOf(event.target)));
   box.addEventListener("keydown", onKey);
   follows = false;
@@ -161,7 +161,7 @@ export function mountPane(element) {
   resized.observe(body);
   resized.observe(box);
   const leave = [
-    on("steps", draw), on("current", draw), on("tint", retint), on("selection", markSelected), on("writing", onWritingChange),
+    on("steps", draw), on("current", draw), on("current", forgetAim), on("tint", retint), on("selection", markSelected), on("writing", onWritingChange),
     on("span", updateMarks), on("revision", updateMarks), watchSelection(body),
     mountDocument({ box, body, redraw, restyle, get spans() { return rendered.spans; }, get tokens() { return rendered.tokens; } }),
     () => resized.disconnect(),
@@ -390,8 +390,36 @@ function onTokenClick(position) {
   }
 }
 
+const REST_MS = 60; // on a token until the panel shows it: on the way to the panel others are crossed
+const LEAVE_MS = 400; // after leaving the text until the panel forgets the token: time to get there
+
+let aimed = null; // the token under the pointer
+let hoverTimer = 0;
+
 function hover(event) {
-  setHovered(positionOf(event.target));
+  const position = positionOf(event.target);
+  if (event.pointerType === "touch" || position === aimed) return;
+  if (position === null) return leaveText();
+  aimed = position;
+  clearTimeout(hoverTimer);
+  hoverTimer = setTimeout(() => setHovered(position), REST_MS);
+}
+
+/** Forget the token that was pointed at, unless the pointer is in the panel that shows it by then. */
+function leaveText() {
+  aimed = null;
+  clearTimeout(hoverTimer);
+  hoverTimer = setTimeout(() => {
+    const panel = document.querySelector(".side:hover");
+    if (panel) panel.addEventListener("pointerleave", leaveText, { once: true });
+    else setHovered(null);
+  }, LEAVE_MS);
+}
+
+/** Another text is shown. */
+function forgetAim() {
+  clearTimeout(hoverTimer);
+  aimed = null;
 }
 
 function setHovered(position) {

@@ -54,12 +54,12 @@ function LibraryButton() {
 /** Undo and redo, named after what they change. */
 export function History() {
   useChanges("history");
-  const button = (verb, can, label, act) => {
+  const button = (verb, icon, can, label, act) => {
     const title = can ? `${verb}: ${label}` : verb;
-    return html`<button class="button tiny map-history" type="button" disabled=${!can} title=${title} aria-label=${title} onClick=${act}>${verb}</button>`;
+    return html`<button class="button tiny map-history" type="button" disabled=${!can} title=${title} aria-label=${title} onClick=${act}>${icon}</button>`;
   };
   return html`<div class="row map-undo">
-    ${button("Undo", canUndo(), undoLabel(), undo)}${button("Redo", canRedo(), redoLabel(), redo)}</div>`;
+    ${button("Undo", "↶", canUndo(), undoLabel(), undo)}${button("Redo", "↷", canRedo(), redoLabel(), redo)}</div>`;
 }
 
 /** What the token colors mean; while attention is shown, its own scale. Doubt is available in the Write view only. */
