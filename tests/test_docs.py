@@ -67,6 +67,7 @@ PYTHON_PAGES = (
     "sampling-settings",
     "samples-and-beam",
     "save-and-replay",
+    "steer",
     "stream-and-async",
     "structured-output",
     "texts-longer-than-the-context",

@@ -42,7 +42,7 @@ ORDER: dict[str, dict[str, list[str]]] = {
             "generate-with-diffusion", "infill", "edit-a-text",
         ],
         "Inspect and change": [
-            "get-logprobs", "hidden-states", "rewind-and-fork", "save-and-replay",
+            "get-logprobs", "hidden-states", "steer", "rewind-and-fork", "save-and-replay",
             "keep-your-texts", "tokenize-text", "measure-costs", "use-the-page",
             "use-in-a-notebook",
         ],

@@ -745,7 +745,8 @@ class LanguageModel(Session):
                   differences of pairs.
         pool      which tokens of a text count: "last", or the "mean" of all.
 
-        Use it with `steer=[(vector, 1.5)]`; more layers steer more strongly.
+        Each direction is divided by the number of layers, so that a strength of 1 adds about one
+        difference in all: `steer=[(vector, 1.5)]`.
         """
         from unspool.lens.steering import fit_steering_vector
 

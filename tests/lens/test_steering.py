@@ -37,7 +37,7 @@ def test_the_mean_difference_of_the_residual_stream(tiny_lm, pool: Any):
         for texts in (POSITIVE, NEGATIVE):
             rows = [tiny_lm.activations(ids, layers=layer)["resid_post", layer] for ids in texts]
             means.append(np.mean([row[-1] if pool == "last" else row.mean(0) for row in rows], 0))
-        np.testing.assert_allclose(fitted.directions[layer], means[0] - means[1], atol=1e-5)
+        np.testing.assert_allclose(fitted.directions[layer], (means[0] - means[1]) / 2, atol=1e-5)
     assert fitted.layers == (1, 3) and fitted.model_hint == "llama" and fitted.name == "x"
     assert fitted.fingerprint == tiny_lm.model.fingerprint()
     default = tiny_lm.steering_vector(POSITIVE, NEGATIVE)

@@ -417,10 +417,10 @@ class Intervention:
         if not num_tokens:
             return
         is_single = isinstance(self.positions, int) or self.positions == "last"
-        wanted = 1 if is_single else None
+        num_positions = 1 if is_single else 0
         if isinstance(self.positions, range):
-            wanted = len(self.positions)
-        if num_tokens != wanted:
+            num_positions = len(self.positions)
+        if num_tokens != num_positions:
             raise SettingsError(
                 f"values of replace has vectors for {num_tokens} tokens, so positions must be a "
                 f"range of as many, got {self.positions!r}"
@@ -703,7 +703,7 @@ def _check_widths(intervention: Intervention, config: ModelConfig, index: int, l
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TouchedRange:
     """Positions [start, end) of a branch that an intervention touches."""
 
     index: int  # of the intervention
@@ -719,7 +719,9 @@ _KEY_BITS = 32  # of a token id in a key
 class BranchInterventions:
     """The interventions of a branch, with the positions that they touch. Immutable."""
 
-    def __init__(self, interventions: tuple[Intervention, ...], spans: tuple[Span, ...]) -> None:
+    def __init__(
+        self, interventions: tuple[Intervention, ...], spans: tuple[TouchedRange, ...]
+    ) -> None:
         self.interventions, self.spans = interventions, spans
         self.digest = hashlib.sha256("".join(i.digest for i in interventions).encode()).hexdigest()
         # What happens after the last layer changes no keys and values.
@@ -795,7 +797,7 @@ def resolve(
         num_kept: First tokens of a text that outgrew the context ...
         dropped: ... and tokens after them that are not in the branch.
     """
-    spans: list[Span] = []
+    spans: list[TouchedRange] = []
     for index, intervention in enumerate(interventions):
         positions = intervention.positions
         first, end = 0, _FOREVER
@@ -817,7 +819,7 @@ def resolve(
                 (first, min(end, num_kept), 0),
                 (max(first, recent) - dropped, end - dropped, max(0, recent - first)),
             ]
-        spans += [Span(index, a, b, offset) for a, b, offset in pieces if a < b]
+        spans += [TouchedRange(index, a, b, offset) for a, b, offset in pieces if a < b]
     return BranchInterventions(interventions, tuple(spans)) if spans else None
 
 

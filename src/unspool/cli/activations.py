@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from unspool.lens.patching import Sweep
 
-_MAX_COLUMNS = 24  # of a table; more are printed as a list of the strongest cells
+_MAX_COLUMNS = 16  # of a table; more are printed as a list of the strongest cells
 _COLUMN = 6  # characters of a cell
 
 Layers = Annotated[
@@ -227,4 +227,4 @@ def _cell(value: float, largest: float) -> Text:
     ink = (70, 130, 220) if value > 0 else (235, 130, 60)
     mixed = [round(a + (b - a) * share) for a, b in zip(paper, ink, strict=True)]
     style = f"black on rgb({mixed[0]},{mixed[1]},{mixed[2]})"
-    return Text(f"{value:+.2f}".rjust(_COLUMN), style=style)
+    return Text(f"{round(value, 2) + 0.0:+.2f}".rjust(_COLUMN), style=style)

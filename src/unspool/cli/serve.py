@@ -45,6 +45,10 @@ def serve(
         Path | None,
         typer.Option(help="Folder of LoRA adapters, requested as MODEL:ADAPTER."),
     ] = None,
+    steering_vectors: Annotated[
+        Path | None,
+        typer.Option(help="Folder of GGUF control vectors, which requests name under steer."),
+    ] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(help="API key that clients must send. Repeatable.")
     ] = None,
@@ -224,6 +228,10 @@ def serve(
     )
     if adapters is not None and not adapters.is_dir():
         raise SettingsError(f"--adapters must be a folder, got {adapters}")
+    if steering_vectors is not None and not steering_vectors.is_dir():
+        raise SettingsError(f"--steering-vectors must be a folder, got {steering_vectors}")
+    if steering_vectors is not None and replicas is not None:
+        raise SettingsError("--steering-vectors cannot be used with --replicas")
     _check_positive(
         cache_memory=cache_memory,
         model_memory=model_memory,
@@ -275,6 +283,7 @@ def serve(
         model_memory=model_memory,
         unload_after=unload_after,
         adapters=adapters,
+        steering_vectors=steering_vectors,
     )
 
 
@@ -412,6 +421,7 @@ class ServerStartup:
         unload_after: float | None = None,
         with_local_models: bool = False,
         adapters: Path | None = None,
+        steering_vectors: Path | None = None,
     ) -> None:
         """Serve until shutdown.
 
@@ -419,6 +429,7 @@ class ServerStartup:
             on_started: called with the address and the names of the models.
             with_local_models: also serve the other models on this machine.
             adapters: folder of adapters of the first model.
+            steering_vectors: folder of control vectors of the first model.
         """
         from unspool.server.app import create_app
         from unspool.server.http import server
@@ -429,7 +440,16 @@ class ServerStartup:
             state.startup_error = UnspoolError(reason)
             os.kill(os.getpid(), signal.SIGTERM)
 
-        loads = [self._preload.load, *(model.choice.load for model in self._located[1:])]
+        def load_first() -> LanguageModel:
+            lm = self._preload.load()
+            if steering_vectors is not None:
+                from unspool.lens.steering import read_vector_folder
+
+                for name, vector in read_vector_folder(steering_vectors).items():
+                    lm.load_steering_vector(vector, name)
+            return lm
+
+        loads = [load_first, *(model.choice.load for model in self._located[1:])]
         entries = [
             ModelEntry(model.name, _watch_ranks(load, shut_down), model.size)
             for model, load in zip(self._located, loads, strict=True)

@@ -342,8 +342,11 @@ def fit_steering_vector(
     means = [cache["resid_post"].mean(1, dtype=np.float64) for cache in caches]
     vectors = np.stack(means, 1)  # [layers, texts, width]
     selected = check_layers(lm.config.layers, layers)
+    # What is added to one layer's output stays in the stream: the share of each layer is such that
+    # a strength of 1 adds one difference in all.
     directions = {
         layer: fit_direction(rows[:num_positive], rows[num_positive:], method)
+        / np.float32(len(selected))
         for layer, rows in zip(selected, vectors, strict=True)
     }
     return SteeringVector(

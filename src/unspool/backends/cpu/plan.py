@@ -186,8 +186,8 @@ class ExecutionPlan:
         widths = [f"{name} {width:,} ({rows})" for name, (width, rows) in self.buffers.items()]
         lines = [f"buffers: {', '.join(widths)}"]
         # Places where values can be changed and read are not shown: they are free.
-        shown = [o for o in self.operations if o.kind not in ("site", "stash")]
-        lines += [f"{number:>4}  {operation}" for number, operation in enumerate(shown)]
+        visible = [o for o in self.operations if o.kind not in ("site", "stash")]
+        lines += [f"{number:>4}  {operation}" for number, operation in enumerate(visible)]
         return "\n".join(lines)
 
 

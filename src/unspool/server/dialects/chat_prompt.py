@@ -69,7 +69,7 @@ class Message(Strict):
     reasoning: str | None = None
 
 
-class Function(Strict):
+class FunctionSpec(Strict):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -78,7 +78,7 @@ class Function(Strict):
 
 class FunctionTool(Strict):
     type: Literal["function"]
-    function: Function
+    function: FunctionSpec
 
 
 class FunctionName(Strict):

@@ -214,6 +214,7 @@ def parse_interventions(items: list[dict[str, Any]]) -> tuple[Intervention, ...]
 
 
 MAX_INTERVENTIONS = 64
+MAX_STEERING_VECTORS = 16
 MAX_INTERVENTION_BYTES = 16 << 20
 Number = float | None
 Whole = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None
@@ -314,6 +315,11 @@ class Extension(Constraints):
         None,
         max_length=MAX_INTERVENTIONS,
         description="changes inside the model: site (or hook), op, layers, positions, heads",
+    )
+    steer: dict[ShortText, float] | None = Field(
+        None,
+        max_length=MAX_STEERING_VECTORS,
+        description="strengths of steering vectors, by the names that the model has",
     )
     sample: int = Field(0, ge=0, lt=1 << 31, description="index of the sample for this seed")
     priority: int = Field(0, ge=-100, le=100)

@@ -170,7 +170,7 @@ class PartBackend(TorchBackend):
     """A rank's part of every step. Page and slot numbers are the same on all ranks; they hold the
     keys, values and states of this rank's heads."""
 
-    sites = frozenset()  # a rank has only a part of each value
+    sites: frozenset[str] = frozenset()  # a rank has only a part of each value
 
     def __init__(self, model: SplitTransformer, memory: int | None, context: int) -> None:
         self._full_config, self._ranks = model.full_config, model.ranks

@@ -1,0 +1,86 @@
+"""What interventions cost: milliseconds of a decode step with and without them, at several rows.
+
+    python bench/steer.py model.gguf --rows 1 16 64
+
+Plain and steered steps alternate on the same model, so that other load on the machine meets both.
+Steered rows add one vector to the residual stream after every layer; with `--mixed`, each row has
+other interventions, at several sites.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+import unspool
+
+
+def interventions_of(lm: Any, row: int, *, mixed: bool) -> tuple[Any, ...]:
+    """One vector on all layers; or, for each row, others at several sites."""
+    rng = np.random.default_rng(row if mixed else 0)
+    vector = rng.standard_normal(lm.config.width) * 0.01
+    everywhere = unspool.Intervention("resid_post", unspool.Add(vector))
+    if not mixed:
+        return (everywhere,)
+    return (
+        everywhere,
+        unspool.Intervention("mlp_out", unspool.ProjectOut(vector)),
+        unspool.Intervention("head_out", unspool.Scale(0.5), layers=1, heads=0),
+    )
+
+
+def step_ms(lm: Any, branches: list[Any]) -> float:
+    """Milliseconds of a step that computes one more token of each branch."""
+    start = time.perf_counter()
+    lm.engine.extend_all([(branch, [100]) for branch in branches])
+    return (time.perf_counter() - start) * 1000
+
+
+def measure(lm: Any, rows: int, turns: int, *, steered: bool, mixed: bool) -> tuple[float, float]:
+    """Median milliseconds of a plain and of a steered step of as many rows."""
+    prompt = list(range(50, 82))
+    groups: list[list[Any]] = [[], []]
+    for row in range(rows):
+        groups[0].append(lm.engine.open([row + 1, *prompt]))
+        if steered:
+            from unspool.backends.interventions import resolve
+
+            chosen = resolve(interventions_of(lm, row, mixed=mixed), len(prompt))
+            groups[1].append(lm.engine.open([row + 1, *prompt], interventions=chosen))
+    times: list[list[float]] = [[], []]
+    for turn in range(turns + 3):
+        for number in (0, 1) if steered else (0,):
+            ms = step_ms(lm, groups[number])
+            if turn >= 3:
+                times[number].append(ms)
+    for branch in [*groups[0], *groups[1]]:
+        branch.release()
+    return statistics.median(times[0]), statistics.median(times[1] or [0.0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--plain", action="store_true", help="only plain steps")
+    parser.add_argument("--mixed", action="store_true", help="other interventions in each row")
+    options = parser.parse_args()
+    lm = unspool.load(options.model, threads=options.threads)
+    for rows in options.rows:
+        plain, steered = measure(
+            lm, rows, options.turns, steered=not options.plain, mixed=options.mixed
+        )
+        text = f"{rows:>3} rows: plain {plain:8.3f} ms"
+        if not options.plain:
+            text += f", steered {steered:8.3f} ms ({steered / plain - 1:+.1%})"
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
