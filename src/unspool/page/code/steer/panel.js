@@ -14,7 +14,7 @@ const LENGTHS = [20, 40, 80, 160]; // tokens of a preview
 const NUM_BEFORE = 6; // tokens shown before the first new one
 const MAX_CHANGES = 8; // of the server
 const STRENGTHS = {
-  vector: { min: -1.5, max: 1.5, step: 0.05, start: 0.3 },
+  vector: { min: -4, max: 4, step: 0.1, start: 1.5 },
   token: { min: -1, max: 1, step: 0.02, start: 0.3 },
   scale: { min: 0, max: 3, step: 0.05, start: 0 },
 };
