@@ -58,15 +58,11 @@ def test_previews_have_the_seed_of_the_branch_and_store_nothing(
     plain = steer(tree, branch, changes=[], at=2, max_tokens=4)
     assert [step["token"] for step in plain["steps"]] == tokens(branch)[2:]
     head = Intervention("head_out", Scale(0.0), (0,), slice(first, None), (1, 2))
-    ramp = Intervention(
-        "resid_post", Add(vector.directions[1], 2.0), (1,), slice(first, None)
-    )
+    ramp = Intervention("resid_post", Add(vector.directions[1], 2.0), (1,), slice(first, None))
     ids = [item["id"] for item in branch["prompt"]["tokens"]]
-    cases = {
-        "head": ({"scale": True, "strength": 0, "site": "head_out", "layers": [0], "heads": [1, 2]}, head),
-        "ramp": ({"vector": "ramp", "strength": 2.0}, ramp),
-    }  # fmt: skip
-    for change, intervention in cases.values():
+    knock_out = {"scale": True, "strength": 0, "site": "head_out", "layers": [0], "heads": [1, 2]}
+    cases = [(knock_out, head), ({"vector": "ramp", "strength": 2.0}, ramp)]
+    for change, intervention in cases:
         result = steer(tree, branch, changes=[change], at=2, max_tokens=4)
         whole = lm.generate(
             ids, max_tokens=6, temperature=0.9, top_p=0.9, seed=11, end=False,
@@ -119,7 +115,9 @@ def test_the_end_of_interventions(tree: Tree, branch: Any, strong: Any, token: i
     assert one["finish_reason"] == kept["finish_reason"] and one["length"] == kept["length"]
     tree.ask("DELETE", path)
     after = tree.do("resume", kept, max_tokens=4)
-    assert tokens(after)[:5] == tokens(branch)[:2] + [token] * 3 and tokens(after)[5:] != [token] * 4
+    assert (
+        tokens(after)[:5] == tokens(branch)[:2] + [token] * 3 and tokens(after)[5:] != [token] * 4
+    )
     # Without any text under them they are gone.
     none = steer(tree, branch, changes=[strong], max_tokens=1, keep=True)
     rewound = tree.do("rewind", none, to=len(tokens(branch)))

@@ -24,6 +24,7 @@ from unspool.server.tree import (  # noqa: F401  endpoints
     edit_text,
     futures,
     look,
+    patch,
     sessions,
     steer,
     writing,

@@ -41,7 +41,7 @@ Part = Literal["resid_post", "attn_out", "head_out", "mlp_out", "recurrent_out"]
 Indices = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 16)]], Field(min_length=1)]
 
 
-class Change(Strict):
+class SteerChange(Strict):
     """One change: add a steering vector, add the direction of a token, or scale a part."""
 
     vector: str | None = Field(None, max_length=200, description="name of a steering vector")
@@ -66,7 +66,9 @@ class Change(Strict):
 class SteerRequest(Strict):
     """Changes, and the step from which on the text is written again."""
 
-    changes: list[Change] = Field(max_length=MAX_CHANGES, description="empty: the text without")
+    changes: list[SteerChange] = Field(
+        max_length=MAX_CHANGES, description="empty: the text without"
+    )
     at: Place | None = Field(None, description="steps to keep; by default, all of them")
     first: Place | None = Field(
         None,
@@ -220,16 +222,14 @@ def _changed_draft(
     return replace(draft, request=replace(draft.request, interventions=interventions))
 
 
-def _intervention(lm: Session, draft: Generation, change: Change, first: int) -> Intervention:
+def _intervention(lm: Session, draft: Generation, change: SteerChange, first: int) -> Intervention:
     kinds = (change.vector is not None, change.token is not None, change.scale)
     if sum(kinds) != 1:
         raise bad_request("a change has exactly one of vector, token and scale", "changes")
     layers = None if change.layers is None else tuple(change.layers)
     if change.scale:
         heads = None if change.heads is None else tuple(change.heads)
-        return Intervention(
-            change.site, Scale(change.strength), layers, slice(first, None), heads
-        )
+        return Intervention(change.site, Scale(change.strength), layers, slice(first, None), heads)
     if change.site == "head_out":
         raise bad_request("head_out can be scaled; vectors have the residual width", "changes")
     if change.heads is not None:
@@ -245,9 +245,7 @@ def _intervention(lm: Session, draft: Generation, change: Change, first: int) ->
             )
         chosen = vector if layers is None else vector.at(layers)
         op = Add(np.stack(list(chosen.directions.values())), change.strength)
-        return Intervention(
-            change.site, op, chosen.layers, slice(first, None), label=change.vector
-        )
+        return Intervention(change.site, op, chosen.layers, slice(first, None), label=change.vector)
     assert change.token is not None
     token = lm.single_token(change.token) if isinstance(change.token, str) else change.token
     layers = layers or site_layers(lm.config, change.site)
