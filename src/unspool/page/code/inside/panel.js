@@ -242,6 +242,7 @@ function Parts({ place, ownPlace, side, text }) {
       ${part("lens", "Logit lens", () => html`<${Lens} place=${place} />`)}
       ${part("pushes", "Logit attribution", () => html`<${Attribution} place=${place} runner=${runner} />`)}
       ${part("steer", "Steer", () => html`<${Lazy} file="./steer/panel.js" name="Steer" />`)}
+      ${part("patching", "Patching", () => html`<${Lazy} file="./steer/patch.js" name="Patching" />`)}
       ${part("neighbours", "Nearest embeddings", () => html`<${Neighbours} place=${ownPlace} text=${text} />`)}
     </div>`;
   }, [place, ownPlace, base.answer, base.fault, next]);
