@@ -374,6 +374,7 @@ class Intervention:
         heads: The heads that are changed, each alone with a vector of the head's width. None: all
             heads, as one concatenated vector.
         model: Fingerprint of the model that the vectors were made for; another model refuses them.
+        label: A name for people, such as that of the vector. It changes nothing.
     """
 
     site: str
@@ -382,9 +383,14 @@ class Intervention:
     positions: Positions = "all"
     heads: tuple[int, ...] | None = None
     model: str | None = None
+    label: str | None = None
 
     def __post_init__(self) -> None:
         check_site(self.site)
+        if self.label is not None and not (isinstance(self.label, str) and len(self.label) <= 200):
+            raise SettingsError(
+                f"label must be a text of at most 200 characters, got {self.label!r:.80}"
+            )
         if not isinstance(self.op, _ArrayOp | Function):
             raise SettingsError(
                 f"op must be one of {', '.join(op.__name__ for op in _OPS.values())}, Function, "
@@ -490,7 +496,8 @@ class Intervention:
         positions = self.positions
         if isinstance(positions, range | slice):
             positions = [positions.start, positions.stop]  # type: ignore[assignment]
-        values = {"layers": self.layers, "heads": self.heads, "model": self.model}
+        names = ("layers", "heads", "model", "label")
+        values = {name: getattr(self, name) for name in names}
         as_lists = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
         given = {name: value for name, value in as_lists.items() if value is not None}
         return {"site": self.site, "op": op, "positions": positions, **given}
@@ -511,8 +518,8 @@ class Intervention:
                 f"unknown: {sorted(map(str, unknown))}" if unknown else "site or op is missing"
             )
             raise SettingsError(
-                "an intervention needs site (or hook) and op, and takes layers, positions, heads "
-                "and model; "
+                "an intervention needs site (or hook) and op, and takes layers, positions, heads, "
+                "model and label; "
                 f"{problem}"
             )
         values["op"] = _parse_op(values["op"])

@@ -26,7 +26,9 @@ from unspool.server.tree import (  # noqa: F401  endpoints
     edit_text,
     futures,
     look,
+    patch,
     sessions,
+    steer,
     writing,
 )
 from unspool.server.tree.branch_json import branches_of, reply, router, summary

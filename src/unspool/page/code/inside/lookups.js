@@ -12,7 +12,7 @@ export const options = {
   written: "picked", // side of a generated token: "picked" (as output) | "read" (as input)
   prompt: "read", // the same for a prompt token
   against: "runner", // attribution: "runner" | "mean" | "none"
-  open: { way: false, attention: true, states: true, lens: false, pushes: false, neighbours: false },
+  open: { way: false, attention: true, states: true, lens: false, pushes: false, neighbours: false, steer: false, patching: false },
 };
 
 export function setOptions(what) {

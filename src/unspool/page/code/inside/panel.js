@@ -7,7 +7,7 @@ import { ForwardPass } from "./layers.js";
 import {
   formatNumber, formatSigned, options, Pending, placeInText, selectedIn, setOptions, sidesOf, useInspection,
 } from "./lookups.js";
-import { count, html, ordinal, percent, Piece, useChanges, useMemo, useWidth } from "../lib.js";
+import { count, html, Lazy, ordinal, percent, Piece, useChanges, useMemo, useWidth } from "../lib.js";
 import { currentBranch, state, stepAt } from "../state.js";
 
 const HIGH = 96;
@@ -241,6 +241,8 @@ function Parts({ place, ownPlace, side, text }) {
       ${base.answer?.states && part("states", "Recurrent states", withBase((look) => html`<${States} look=${look} />`))}
       ${part("lens", "Logit lens", () => html`<${Lens} place=${place} />`)}
       ${part("pushes", "Logit attribution", () => html`<${Attribution} place=${place} runner=${runner} />`)}
+      ${part("steer", "Steer", () => html`<${Lazy} file="./steer/panel.js" name="Steer" />`)}
+      ${part("patching", "Patching", () => html`<${Lazy} file="./steer/patch.js" name="Patching" />`)}
       ${part("neighbours", "Nearest embeddings", () => html`<${Neighbours} place=${ownPlace} text=${text} />`)}
     </div>`;
   }, [place, ownPlace, base.answer, base.fault, next]);

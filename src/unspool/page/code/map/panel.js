@@ -6,6 +6,7 @@ import { html, plural, useChanges, useEffect, useLayoutEffect, useRef, useState,
 import { Drawing, labelOf, lengthOf, matching, origin, originWords, ownWords, quoted, trees } from "./drawing.js";
 import { Futures } from "./futures.js";
 import { adopt, changed, currentBranch, state } from "../state.js";
+import { SteerChips } from "../steer/chips.js";
 import { History } from "../write/view.js";
 
 const MAX_NAME_LENGTH = 200; // of the server
@@ -27,6 +28,7 @@ function Card({ item, from, now, others, isEditing, onEdit, onName, onJump, onCo
     ${branch.name && html`<p class="map-words small">${text}</p>`}
     <p class="quiet small">${isCurrent ? "Current branch: " : ""}${plural(branch.length, "token")}, ${
       originWords(item, from)}</p>
+    <${SteerChips} branch=${branch} />
     <div class="row">
       ${!isCurrent && html`<button class="button tiny" type="button" onClick=${() => onJump(branch.id)}>
         Open</button>`}

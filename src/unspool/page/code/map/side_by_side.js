@@ -5,6 +5,7 @@ import { html, isWord, nats, percent, plural, useChanges, useEffect, useMemo, us
 import { labelOf, promptWords, quoted } from "./drawing.js";
 import { FIELDS } from "../settings.js";
 import { changed, currentBranch, promptLength, samePrompt, sharedSteps, state } from "../state.js";
+import { interventionName } from "../steer/changes.js";
 import { tintClass } from "../write/pane.js";
 
 function closeComparison() {
@@ -111,7 +112,7 @@ function Numbers({ pair }) {
       ${row("Mean entropy", (sum) => (sum.entropy === null ? "–" : `${nats(sum.entropy)} nats`))}
       ${settings.map(({ name, values }) => html`<tr key=${name} data-setting=${name}>
         <th scope="row">${FIELDS.find((field) => field.name === name)?.title ?? name.replaceAll("_", " ")}</th>
-        ${values.map((value, column) => html`<td key=${column}>${settingWords(value)}</td>`)}</tr>`)}
+        ${values.map((value, column) => html`<td key=${column}>${name === "interventions" && value ? value.map(interventionName).join("; ") || "–" : settingWords(value)}</td>`)}</tr>`)}
     </tbody></table>
     ${settings.length === 0 && html`<p class="quiet small">Both have the same settings.</p>`}
   </div>`;

@@ -1,6 +1,6 @@
 // The Share dialog: save and open files, play a text, export it for other programs, as a picture or as a program.
 
-import { connect, ensureSteps } from "../actions.js";
+import { connect } from "../actions.js";
 import {
   copyText, count, html, listenForDrops, plural, readDroppedFiles, saveFile, Tabs, useChanges, useEffect, useRef,
   useState, visibleText,
@@ -12,7 +12,7 @@ import { saveParts } from "../write/parts.js";
 import { importTrees, sizeOf } from "./import.js";
 import { pictureOf, pixels, svgText } from "./picture.js";
 import { openPlayBar, SPEEDS } from "./playback.js";
-import { fileName, isSession, packSession, parseSession, replay, showSession, workOf } from "./session.js";
+import { fileName, isSession, loadBranch, packSession, parseSession, replay, showSession, workOf } from "./session.js";
 import { currentBranch, samePrompt, state } from "../state.js";
 
 const OTHERS = Object.values(FORMATS).map(({ title }) => title.replace("Plain", "plain")).join(", ").replace(/, ([^,]*)$/, " and $1");
@@ -35,7 +35,7 @@ function SessionSection({ busy, close }) {
   };
   const keep = async () => {
     try {
-      for (const id of state.branches.keys()) await ensureSteps(id);
+      for (const id of state.branches.keys()) await loadBranch(id);
     } catch (error) {
       setNow({ kind: "fault", words: `Not saved. ${error.message}` });
       return;
@@ -288,7 +288,7 @@ function ExportPart({ branch }) {
   const isLoaded = related.every((other) => other.prompt && (other.isLoaded || other.recorded));
   const losses = isLoaded ? lossesOf(format, { ...treeOf(related, input), parts: state.parts }, { others: numPrompts(all) - 1 }) : [];
   useEffect(() => {
-    Promise.all(related.map(({ id }) => ensureSteps(id))).catch((error) => setFault(error.message)); // told by "branches"
+    Promise.all(related.map(({ id }) => loadBranch(id))).catch((error) => setFault(error.message)); // told by "branches"
   }, [branch.id]);
   const save = () => {
     setFault(null);
@@ -321,7 +321,7 @@ function numPrompts(branches) {
 
 function TextPart({ branch }) {
   const text = async () => {
-    await ensureSteps(branch.id);
+    await loadBranch(branch.id);
     return markdownOf(branch);
   };
   const saveMarkdown = async () => saveFile(fileName(branch, "md"), new Blob([await text()], { type: "text/markdown" }));

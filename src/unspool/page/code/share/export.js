@@ -4,6 +4,7 @@ import { api } from "../api.js";
 import { count, percent } from "../lib.js";
 import { changesBetween, nonDefault, piecesOf, runsOf } from "./session.js";
 import { currentModel, textOf } from "../state.js";
+import { interventionName } from "../steer/changes.js";
 
 const DEFAULT_MODEL = "SmolLM2-135M-Instruct.Q4_1"; // of unspool.load()
 const OPENAI_KNOWS = { temperature: [0, 2], top_p: [0, 1] };
@@ -11,6 +12,10 @@ const BESIDE = ["stop", "logit_bias"]; // top-level fields of OpenAI's API; the 
 
 /** `{curl, openai, unspool}`: each `{code, note}`; code is null if it is not possible. */
 export function programs(branch) {
+  if (branch.settings.interventions?.length) {
+    const note = "This text was generated with changes inside the model. A session file keeps them and generates it again.";
+    return { curl: { code: null, note }, openai: { code: null, note }, unspool: { code: null, note } };
+  }
   const pieces = piecesOf(branch);
   const isPlain = pieces.length < 2 && pieces.every((piece) => piece.kind === "written" && piece.reached === piece.to);
   const first = pieces[0]?.run ?? { settings: branch.settings, seed: branch.seed };
@@ -208,7 +213,8 @@ function settingsTable(branch) {
   const fingerprint = model?.id === branch.model ? model.unspool.system_fingerprint : null;
   const runs = runsOf(branch).filter((run) => run.from === 0 || run.from < branch.steps.length);
   const settingsText = (run) => {
-    const settings = Object.entries(nonDefault(run.settings)).map(([name, value]) => `${name} ${JSON.stringify(value)}`);
+    const settings = Object.entries(nonDefault(run.settings)).map(([name, value]) => `${name} ${
+      name === "interventions" ? value.map(interventionName).join("; ") : JSON.stringify(value)}`);
     return settings.length ? settings.map(cell).join(" ") : "default";
   };
   const rows = [["model", cell(branch.model)], ["seed", cell(String(branch.seed))], ["tokens", count(branch.steps.length)]];

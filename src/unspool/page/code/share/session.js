@@ -1,6 +1,6 @@
 // Sessions of all branches: packing, validation, replay on the server, and showing them on the page.
 
-import { jump, pushUndo, updateSettings } from "../actions.js";
+import { ensureSteps, jump, pushUndo, updateSettings } from "../actions.js";
 import { api } from "../api.js";
 import { expand } from "./file.js";
 import { BadFile } from "./formats.js";
@@ -116,7 +116,15 @@ export function piecesOf(branch, since = 0) {
 
 const VERSION = 2;
 
-/** The contents of a session file. All branches must be loaded. */
+/** Load all of a branch that a file has: also the arrays of its interventions, which responses leave out. */
+export async function loadBranch(id) {
+  const branch = await ensureSteps(id);
+  if (!branch || branch.recorded || !branch.settings.interventions?.length) return;
+  const { data } = await api.get(`/v1/tree/${id}/interventions`);
+  branch.settings = { ...branch.settings, interventions: data };
+}
+
+/** The contents of a session file. All branches must be loaded (`loadBranch`). */
 export function packSession() {
   const model = currentModel();
   return {

@@ -19,6 +19,7 @@ export function WriteView() {
     <section class="paper" aria-label="The text">
       <${Toolbar} />
       <${OtherModelNote} />
+      <${Lazy} file="./steer/chips.js" name="SteerNote" quiet />
       <${Text} />
       <${Revision} />
       <${Fault} />
