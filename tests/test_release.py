@@ -120,7 +120,7 @@ def test_workflows_call_what_exists(path: Path):
     assert True in workflow, "`on` is a boolean in YAML 1.1"
     for step in steps_of(workflow):
         if "uses" in step:
-            # A tag can be moved, a commit cannot. PyPI asks for the branch of its own action.
+            # A tag can be moved, a commit cannot. PyPI asks for the branch of its action.
             pinned = r"[\w./-]+@[0-9a-f]{40}|pypa/gh-action-pypi-publish@release/v1"
             assert re.fullmatch(pinned, step["uses"]), step["uses"]
         for line in step.get("run", "").splitlines():

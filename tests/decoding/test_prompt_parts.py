@@ -13,8 +13,8 @@ from helpers.chat_support import built as built
 from unspool.decoding.prompt_parts import (
     AuthorNote,
     DocumentMessage,
-    LoreEntry,
     Lorebook,
+    LoreEntry,
     PartsDocument,
     PromptParts,
     message_frame,

@@ -40,7 +40,7 @@ def steered(page: Page, at: int = AT, **body: Any) -> list[dict[str, Any]]:
     return steps
 
 
-def shown(section: Locator, index: int) -> str:
+def visible_text(section: Locator, index: int) -> str:
     """A text of the section, without the words before it."""
     text = section.locator(".steer-text p").nth(index)
     before = text.locator(".quiet").text_content() or ""
@@ -55,10 +55,10 @@ def test_two_texts_with_one_seed(page: Page, steer: Locator) -> None:
     before = branch(page)
     plain, changed = steered(page, changes=[]), steered(page, changes=[KNOCK_OUT])
     assert [step["token"] for step in plain[:5]] == [s["token"] for s in before["steps"][AT:]]
-    assert (shown(steer, 0), shown(steer, 1)) == (spelled(plain), spelled(changed))
+    assert (visible_text(steer, 0), visible_text(steer, 1)) == (spelled(plain), spelled(changed))
     marked = steer.locator(".steer-text").nth(1).locator("mark").all_text_contents()
-    same = {step["token"] for step in plain}
-    new = [step["piece"].strip() for step in changed if step["token"] not in same]
+    plain_tokens = {step["token"] for step in plain}
+    new = [step["piece"].strip() for step in changed if step["token"] not in plain_tokens]
     assert set(new) <= {text.strip().replace("⏎", "\n").strip() for text in marked}
     assert branch(page) == before
     # A slider that moves fast sends few requests, and the text is that of its last place.
@@ -79,7 +79,7 @@ def test_two_texts_with_one_seed(page: Page, steer: Locator) -> None:
 
 
 def test_a_kept_branch_and_its_file(page: Page, steer: Locator, tmp_path: Path) -> None:
-    before, preview = branch(page), shown(steer, 1)
+    before, preview = branch(page), visible_text(steer, 1)
     steer.get_by_role("button", name="Keep as branch").click()
     note = page.get_by_role("group", name="Changes inside the model")
     expect(note).to_contain_text("no MLP, layer 3")

@@ -40,25 +40,25 @@ def test_the_model_reads_the_parts_and_the_text_has_none_of_them(tree, story, lm
     assert resumed["prompt"]["text"] == STORY
     first = len(resumed["prompt"]["tokens"])
     assert [s["position"] for s in resumed["steps"]] == list(range(first, first + 6))
-    shown = context(tree, story)
-    assert [(p["kind"], p["name"], p["keys"]) for p in shown["parts"]] == [
+    placed = context(tree, story)
+    assert [(p["kind"], p["name"], p["keys"]) for p in placed["parts"]] == [
         ("memory", "Memory", []), ("lore", "Dogs", ["dog"]), ("author_note", "Author's note", []),
     ]  # fmt: skip
-    tokens = sum(part["tokens"] for part in shown["parts"])
-    assert (shown["text_tokens"], shown["tokens"]) == (first + 6, first + 6 + tokens)
+    tokens = sum(part["tokens"] for part in placed["parts"])
+    assert (placed["text_tokens"], placed["tokens"]) == (first + 6, first + 6 + tokens)
     assert resumed["last"]["inserted_tokens"] == tokens
-    assert shown["memory"] == MEMORY and shown["lorebook"] == BOOK
+    assert placed["memory"] == MEMORY and placed["lorebook"] == BOOK
 
 
 def test_a_resumed_text_is_that_of_a_text_without_interruption(tree, lm):
     """Sampling too: random numbers follow the position in the text."""
     params = {"prompt": STORY, "memory": MEMORY, "seed": 5, "temperature": 1.5, "end": False}
-    whole = tree.do("resume", tree.new(**params), max_tokens=8)
+    complete = tree.do("resume", tree.new(**params), max_tokens=8)
     parts = tree.do("resume", tree.new(**params), max_tokens=3)
     parts = tree.do("resume", parts, max_tokens=5)
-    assert [s["token"] for s in parts["steps"]] == [s["token"] for s in whole["steps"]]
+    assert [s["token"] for s in parts["steps"]] == [s["token"] for s in complete["steps"]]
     plain = tree.do("resume", tree.new(**{**params, "memory": None}), max_tokens=8)
-    assert [s["token"] for s in plain["steps"]] != [s["token"] for s in whole["steps"]]
+    assert [s["token"] for s in plain["steps"]] != [s["token"] for s in complete["steps"]]
 
 
 def test_memory_stays_cached_and_a_note_costs_what_follows_it(tree, lm):
@@ -91,10 +91,10 @@ def test_edits_and_choices_are_scored_as_the_model_reads_them(tree, story, lm):
         json={"first": 3, "last": 4, "text": " hat", "fork": True},
     )  # fmt: skip
     edited = tree.get(edited)
-    shown = context(tree, edited)
+    placed = context(tree, edited)
     tokens = [t["id"] for t in edited["prompt"]["tokens"]] + [s["token"] for s in edited["steps"]]
     inserts = [(part["at"], lm.tokenizer.encode(part["text"].rstrip("\n") + "\n"))
-               for part in shown["parts"]]  # fmt: skip
+               for part in placed["parts"]]  # fmt: skip
     for at, ids in reversed(inserts):
         tokens[at:at] = ids
     num_after = len(edited["steps"])
@@ -125,7 +125,7 @@ def test_in_a_chat_parts_are_system_messages(tree, lm):
                       author_note={"text": "Be brief.", "depth": 1}, **GREEDY)  # fmt: skip
     branch = tree.do("resume", branch, max_tokens=4)
     branch = tree.do("append", branch, message={"role": "user", "content": "And the sea?"})
-    shown = context(tree, branch)
+    placed = context(tree, branch)
     ids = [t["id"] for t in branch["prompt"]["tokens"]] + [s["token"] for s in branch["steps"]]
     default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     expected = lm.chat_template.encode(
@@ -140,7 +140,7 @@ def test_in_a_chat_parts_are_system_messages(tree, lm):
     )
     read = ""
     start = 0
-    for part in shown["parts"]:
+    for part in placed["parts"]:
         read += "".join(map(lm.tokenizer.token_text, ids[start : part["at"]]))
         frame = [span for span in expected.spans if span.role == "system"]
         number = 1 if part["kind"] == "memory" else 2

@@ -55,7 +55,7 @@ def test_branches_keep_them(tree: Tree, lm: Any, steering: list[dict[str, Any]])
     plain = lm.generate(PROMPT, max_tokens=12, **SAMPLING)
     branch = tree.new(max_tokens=6, interventions=steering)
     (first, second) = branch["settings"]["interventions"]
-    assert first == steering[0] and second["site"] == "mlp_out"
+    assert first["op"]["vector"] == {"shape": [lm.config.width]} and second["site"] == "mlp_out"
     tree.do("resume", branch)
     fork = tree.ask("POST", f"/{branch['id']}/fork", json={})
     for item in (branch, fork):

@@ -47,11 +47,11 @@ def test_the_table_is_the_sweep(tree: Tree, branch: Any, lm: Any) -> None:
 
 
 def test_the_text_of_a_cell(tree: Tree, branch: Any, lm: Any) -> None:
-    whole = patch(tree, branch, replace=SWAP, cell={"layer": 3, "position": 5}, max_tokens=1)
+    last_cell = patch(tree, branch, replace=SWAP, cell={"layer": 3, "position": 5}, max_tokens=1)
     # After the last layer at the last position, nothing of the corrupted text is left.
-    assert whole["text"] == lm.generate(CLEAN, temperature=0, max_tokens=1).text
+    assert last_cell["text"] == lm.generate(CLEAN, temperature=0, max_tokens=1).text
     corrupted = [*CLEAN[:2], 501, *CLEAN[3:]]
-    assert whole["corrupted"] == lm.generate(corrupted, temperature=0, max_tokens=1).text
+    assert last_cell["corrupted"] == lm.generate(corrupted, temperature=0, max_tokens=1).text
     sweep = lm.patch(CLEAN, corrupted, answer=70, other=71, progress=False)
     cell = patch(tree, branch, replace=SWAP, cell={"layer": 1, "position": 4}, max_tokens=5)
     expected = lm.generate(

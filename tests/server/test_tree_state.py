@@ -147,7 +147,7 @@ def test_a_newer_database_is_refused_and_a_damaged_one_moved_aside(tmp_path: Pat
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Path]:
-    """A disk of its own in a folder; skips where mounting one is not allowed."""
+    """A small disk mounted in a folder; skips where mounting one is not allowed."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:

@@ -64,12 +64,12 @@ def test_previews_have_the_seed_of_the_branch_and_store_nothing(
     cases = [(knock_out, head), ({"vector": "ramp", "strength": 2.0}, ramp)]
     for change, intervention in cases:
         result = steer(tree, branch, changes=[change], at=2, max_tokens=4)
-        whole = lm.generate(
+        complete = lm.generate(
             ids, max_tokens=6, temperature=0.9, top_p=0.9, seed=11, end=False,
             interventions=[intervention],
         )  # fmt: skip
-        assert whole.tokens[:2] == tokens(branch)[:2]  # not touched
-        assert [step["token"] for step in result["steps"]] == whole.tokens[2:]
+        assert complete.tokens[:2] == tokens(branch)[:2]  # not touched
+        assert [step["token"] for step in result["steps"]] == complete.tokens[2:]
     assert tree.get(branch) == branch
 
 
@@ -108,11 +108,14 @@ def test_the_end_of_interventions(tree: Tree, branch: Any, strong: Any, token: i
     kept = steer(tree, branch, changes=changes, at=2, max_tokens=3, keep=True)
     path = f"/{kept['id']}/interventions"
     tree.ask("DELETE", path, 400, params={"index": 2})
-    one = tree.ask("DELETE", path, params={"index": 0})
+    shortened = tree.ask("DELETE", path, params={"index": 0})
     first, last = branch["prompt_tokens"] + 1, branch["prompt_tokens"] + 4
-    ended, other = one["settings"]["interventions"]
+    ended, other = shortened["settings"]["interventions"]
     assert (ended["positions"], other["positions"]) == ([first, last], [first, None])
-    assert one["finish_reason"] == kept["finish_reason"] and one["length"] == kept["length"]
+    assert (
+        shortened["finish_reason"] == kept["finish_reason"]
+        and shortened["length"] == kept["length"]
+    )
     tree.ask("DELETE", path)
     after = tree.do("resume", kept, max_tokens=4)
     assert (

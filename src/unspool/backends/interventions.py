@@ -502,6 +502,14 @@ class Intervention:
         given = {name: value for name, value in as_lists.items() if value is not None}
         return {"site": self.site, "op": op, "positions": positions, **given}
 
+    def summary(self) -> dict[str, Any]:
+        """Return what the intervention does as JSON values, without its arrays."""
+        if isinstance(self.op, Function):
+            return {"site": self.site, "op": {"kind": self.op.kind}, "digest": self.digest}
+        values = self.to_dict()
+        arrays = {name: {"shape": list(array.shape)} for name, array in self.op.arrays.items()}
+        return {**values, "op": {**values["op"], **arrays}, "digest": self.digest}
+
     @staticmethod
     def from_dict(value: Any) -> Intervention:
         """Build an intervention from `to_dict`'s form; arrays may also be lists of numbers, `hook`

@@ -4,7 +4,7 @@
     placement = place_parts(parts, document, tokenizer, context=2048)
     insert_tokens(tokens, placement.inserts)  # what the model reads
 
-Memory stands at the start, and after it the entries of the lorebook that are always on or whose
+Memory is at the start, and after it the entries of the lorebook that are always on or whose
 keys occur in the last lines. The author's note, and entries with a depth, stand a number of lines
 above the end; in a chat, a number of messages. So a change of the note leaves what is before it in
 the prefix cache. In a chat the start is the end of the system message, or a system message of its
@@ -119,7 +119,7 @@ class PlacedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlacedParts:
     """All parts that enter a prompt, in the order in which the model reads them."""
 
     parts: tuple[PlacedPart, ...] = ()
@@ -139,7 +139,7 @@ class Placement:
 
 def place_parts(
     parts: PromptParts, document: PartsDocument, tokenizer: Tokenizer, context: int
-) -> Placement:
+) -> PlacedParts:
     """Choose the entries of the lorebook, and place all parts. Slow for long texts."""
     encode = tokenizer.encode
     lorebook, is_chat = parts.lorebook, document.messages is not None
@@ -167,7 +167,7 @@ def place_parts(
             for part, tokens in zip(group, ids, strict=True)
         ]
     placed.sort(key=lambda part: part.at)
-    return Placement(tuple(placed), tuple(left_out))
+    return PlacedParts(tuple(placed), tuple(left_out))
 
 
 def _from_start(depth: int | None) -> tuple[bool, int]:
@@ -216,8 +216,8 @@ def _matches_secondary(entry: LoreEntry, scan: tuple[str, str], patterns: _Patte
     if not entry.secondary_keys:
         return True
     occurrences = [patterns.occurs(key, *scan, entry) for key in entry.secondary_keys]
-    wanted = any(occurrences) if entry.logic in ("any", "not_any") else all(occurrences)
-    return wanted != entry.logic.startswith("not_")
+    is_match = any(occurrences) if entry.logic in ("any", "not_any") else all(occurrences)
+    return is_match != entry.logic.startswith("not_")
 
 
 def recent_text(document: PartsDocument, depth: int) -> str:
@@ -286,9 +286,9 @@ def _is_whole_word(text: str, start: int, end: int) -> bool:
     )
 
 
-def _joins(left: str, right: str) -> bool:
+def _joins(first: str, second: str) -> bool:
     """Whether two characters are in one word. Scripts without spaces have no words to bound."""
-    return all((c.isalnum() or c == "_") and c < "\u2e80" for c in (left, right))
+    return all((c.isalnum() or c == "_") and c < "\u2e80" for c in (first, second))
 
 
 # -- where they stand

@@ -204,7 +204,7 @@ def _build(
         if config.get("rescale_acts_by_decoder_norm"):
             norms = np.linalg.norm(decoder, axis=-1)
             encoder, bias = encoder * norms[:, None], bias * norms
-            decoder = decoder / np.where(norms > 0, norms, 1)[:, None]
+            decoder = decoder / np.where(norms > 0, norms, 1).astype(np.float32)[:, None]
     return SparseAutoencoder(
         architecture=architecture,
         site=site,

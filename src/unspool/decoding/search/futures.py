@@ -190,14 +190,14 @@ class FutureGrowth:
                     if node.parent is not None:
                         num_waiting[node.parent.number] -= 1
                 # A branch that is not held is found in the prefix cache again.
-                held = [number for number in computed if num_waiting[number]][-_MAX_HELD:]
+                kept = [number for number in computed if num_waiting[number]][-_MAX_HELD:]
                 forks = [node for node in batch if node.parent and node.parent.number in computed]
                 parents = [node.parent.number for node in forks if node.parent]
-                moved = branches.move([computed[number] for number in (*held, *parents)])
-                computed = dict(zip(held, moved, strict=False))
+                moved = branches.move([computed[number] for number in (*kept, *parents)])
+                computed = dict(zip(kept, moved, strict=False))
                 rows = [
                     (node, branch, [node.token])
-                    for node, branch in zip(forks, moved[len(held) :], strict=True)
+                    for node, branch in zip(forks, moved[len(kept) :], strict=True)
                 ]
                 rows += [
                     (node, branches.open([*self.tokens, *node.tokens]), [])

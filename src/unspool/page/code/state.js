@@ -32,7 +32,7 @@ export const state = {
   sheet: false, // on a narrow screen: whether the side panel is open
   view: "write", // a name of VIEWS
   parts: null, // memory, author's note and lorebook of the session: see write/parts.js
-  placement: null, // {branch, parts}: where they stand in the prompt
+  placement: null, // {branch, parts}: their positions in the prompt
   session: null, // the id of the session that is open: a text with its branches
   isFirstVisit: false, // the text is the example of a first visit
   library: false, // whether the drawer with all sessions is open

@@ -117,7 +117,7 @@ def settings_json(branch: TreeBranch) -> dict[str, Any]:
         trace=request.limits.explain,
         max_tokens=DEFAULT_TOKENS if branch.max_tokens is None else branch.max_tokens,
         priority=request.priority,
-        interventions=[intervention.to_dict() for intervention in request.interventions],
+        interventions=[intervention.summary() for intervention in request.interventions],
     )
     values |= branch.extra_settings.values
     for name in PART_NAMES:  # they may be long; `context` shows them

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import Request
 from starlette.responses import Response
 
-from unspool.decoding.prompt_parts import Placement
+from unspool.decoding.prompt_parts import PlacedParts
 from unspool.server.http.replies import JsonReply
 from unspool.server.runtime.state import state_of
 from unspool.server.tree.branch_json import branches_of, router
@@ -22,7 +22,7 @@ async def show_context(identity: str, body: ContextFields, request: Request) -> 
     prompt, copy = branch.prompt, branch.generation.fork()
     async with state_of(request).call(request, branch.model, places=0) as call:
         lm: Session = call.served.lm
-        placement: Placement = await call.compute(place, lm, prompt, copy, values)
+        placement: PlacedParts = await call.compute(place, lm, prompt, copy, values)
     num_text = len(prompt.ids) + len(copy.steps)
     inserted = sum(map(len, (part.ids for part in placement.parts)))
     parts = [

@@ -22,7 +22,7 @@ from unspool.decoding.prompt_parts import (
     Lorebook,
     LoreEntry,
     PartsDocument,
-    Placement,
+    PlacedParts,
     PromptParts,
     compile_key,
     is_pattern,
@@ -99,7 +99,7 @@ class LorebookField(Strict):
 class ContextFields(Strict):
     """What the model reads besides the text; what is left out is that of the branch."""
 
-    memory: PartText | None = Field(None, description="stands at the start; in a chat after the "
+    memory: PartText | None = Field(None, description="is at the start; in a chat after the "
                                     "system message")  # fmt: skip
     author_note: AuthorNoteField | None = None
     lorebook: LorebookField | None = None
@@ -130,10 +130,10 @@ def prompt_parts(values: Mapping[str, Any]) -> PromptParts:
 
 def place(
     lm: Session, prompt: TreePrompt, generation: Generation, values: Mapping[str, Any]
-) -> Placement:
+) -> PlacedParts:
     """Place the parts in a text. Slow: run it on a thread."""
     if not any(values.get(name) for name in NAMES):
-        return Placement()
+        return PlacedParts()
     texts = [text for _, text in prompt.pieces()]
     stream = TextStream()
     texts += [stream.push(step.bytes) for step in generation.steps]

@@ -203,10 +203,10 @@ def _likeliest(lm: Session, tokens: list[int]) -> list[dict[str, Any]]:
 
 
 def _answer(
-    lm: Session, value: int | str | None, likeliest: list[dict[str, Any]], taken: int | None
+    lm: Session, value: int | str | None, likeliest: list[dict[str, Any]], excluded: int | None
 ) -> int:
     if value is None:
-        return next(int(item["id"]) for item in likeliest if item["id"] != taken)
+        return next(int(item["id"]) for item in likeliest if item["id"] != excluded)
     token = lm.single_token(value) if isinstance(value, str) else value
     if not 0 <= token < lm.vocab_size:
         raise bad_request(f"a token must be 0 to {lm.vocab_size - 1}, got {token}", "answer")

@@ -31,6 +31,7 @@ from unspool.server.runtime.texts import step_json
 from unspool.server.runtime.threads import Worker, in_thread
 from unspool.server.tree.branch_json import branches_of, reply, router
 from unspool.server.tree.branches import TreeBranch, fork_branch
+from unspool.server.tree.parts import attach
 from unspool.server.tree.prompt import Name, Place
 from unspool.session import Session
 
@@ -204,7 +205,7 @@ def _changed_draft(
 ) -> Generation:
     """The kept text, to be continued with the changes. Slow: run it on a thread."""
     lm = call.served.lm
-    draft = branch.attach(copy, lm)
+    draft = attach(branch, copy, lm)
     length = len(draft.prompt) + len(draft.steps)
     first = length - 1 if body.first is None else body.first
     if not 0 <= first < length:

@@ -56,11 +56,11 @@ export async function importTrees(trees, { signal, progress }) {
       for (const prompt of promptsOf(tree)) await importPrompt(prompt, tree, work);
     }
   } catch (error) {
-    for (const { id } of records) api.delete(`/v1/tree/${id}`).catch(() => {}); // shown nowhere yet
+    for (const { id } of records) api.delete(`/v1/tree/${id}`).catch(() => {}); // visible nowhere yet
     throw error;
   }
-  const shown = trees.find((tree) => tree.parts && (!work.current || tree.current)) ?? trees[0];
-  await show(records, work.current, shown.parts);
+  const visible = trees.find((tree) => tree.parts && (!work.current || tree.current)) ?? trees[0];
+  await show(records, work.current, visible.parts);
   return records.length;
 }
 

@@ -43,7 +43,7 @@ function readEntry(item) {
   const extra = isObject(item.extensions) ? item.extensions : {};
   const secondary = strings(item.keysecondary ?? item.secondary_keys);
   const isAtDepth = (extra.position ?? item.position) === AT_DEPTH;
-  const whole = item.matchWholeWords ?? extra.match_whole_words;
+  const isWholeWord = item.matchWholeWords ?? extra.match_whole_words;
   return entryOf({
     text: text(item.content ?? item.text).slice(0, 200_000),
     keys: strings(item.key ?? item.keys),
@@ -55,7 +55,7 @@ function readEntry(item) {
     order: integer(item.order ?? item.insertion_order) ?? 100,
     depth: isAtDepth ? depthOf(extra.depth ?? item.depth) ?? 4 : null,
     scan_depth: depthOf(item.scanDepth ?? extra.scan_depth),
-    whole_words: whole !== false,
+    whole_words: isWholeWord !== false,
   });
 }
 

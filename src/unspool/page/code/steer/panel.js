@@ -38,7 +38,7 @@ function newChange(what, offers, before = {}) {
   const site = before.site && (kind === "scale" || before.site !== "head_out") ? before.site : kind === "scale" ? offers.parts.at(-1).site : "resid_post";
   const { layers } = offers.parts.find((part) => part.site === site);
   const vector = offers.vectors.find(({ name }) => what === `vector:${name}`);
-  const late = layers[Math.floor((2 * layers.length) / 3)]; // where a direction of the output head has an effect, but not at once
+  const late = layers[Math.floor((2 * layers.length) / 3)]; // where a direction of the output head has an effect after some layers
   const layer = layers.includes(options.layer - 1) ? options.layer - 1 : late;
   const [first, last] = vector ? [vector.layers[0], vector.layers.at(-1)] : [layer, layer];
   return { id: draft.next++, token: "", ...before, what, site, first, last, head: site === "head_out" ? before.head ?? 0 : null, strength: STRENGTHS[kind].start };

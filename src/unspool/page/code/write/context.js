@@ -33,12 +33,12 @@ export function ContextPanel() {
       <${CommittedInput} as="textarea" id="author-note" rows="3" value=${note?.text} commit=${(text) => setNote({ text })} />
       <div class="row spread"><label for="note-depth">Depth (${unit} above the end)</label>
         <${CommittedInput} id="note-depth" class="field number" type="number" min="0" step="1" placeholder=${isChat ? 4 : 3}
-          value=${note?.depth} commit=${(text) => setNote({ depth: whole(text) })} /></div></div>
+          value=${note?.depth} commit=${(text) => setNote({ depth: wholeNumber(text) })} /></div></div>
     <${Lorebook} unit=${unit} />
   </section>`;
 }
 
-const whole = (text) => (text === "" || !(Number(text) >= 0) ? null : Math.floor(Number(text)));
+const wholeNumber = (text) => (text === "" || !(Number(text) >= 0) ? null : Math.floor(Number(text)));
 
 // -- what enters the prompt -------------------------------------------------------------------------
 
@@ -47,15 +47,15 @@ function PromptTable() {
   const isAskable = branch?.prompt && !branch.recorded && !state.writing && state.server.ready;
   const ask = isAskable ? (signal) => api.post(`/v1/tree/${branch.id}/context`, partsBody(), { signal }) : null;
   const { answer, fault, again } = useRequest(ask, WAIT_MS, [branch?.id ?? null, branch?.steps.length ?? 0, state.parts]);
-  const shown = answer?.branch === branch?.id ? answer : null;
+  const current = answer?.branch === branch?.id ? answer : null;
   useEffect(() => {
-    state.placement = shown && { branch: shown.branch, parts: shown.parts };
+    state.placement = current && { branch: current.branch, parts: current.parts };
     changed("placement");
-  }, [shown]);
+  }, [current]);
   if (!branch) return html`<p class="quiet small">They enter the prompt of the text that you write next.</p>`;
   if (fault) return html`<${RequestError} fault=${fault} again=${again} />`;
-  if (!shown) return null;
-  const { tokens, text_tokens: textTokens, context, parts, left_out: leftOut } = shown;
+  if (!current) return null;
+  const { tokens, text_tokens: textTokens, context, parts, left_out: leftOut } = current;
   const widthOf = (n) => `${Math.max(0.5, (100 * n) / Math.max(context, tokens)).toFixed(2)}%`;
   return html`<div class="stack" id="prompt-parts">
     <div class="context-bar" role="img" aria-label=${`${count(tokens)} of ${count(context)} tokens`}>
@@ -115,9 +115,9 @@ function Lorebook({ unit }) {
       ${entries.length > 0 && html`<button type="button" class="button tiny" id="export-lorebook" onClick=${save}>Export</button>`}</div>
     ${words && html`<p class="small" role="status">${words}</p>`}
     ${entries.length > 0 && html`<div class="row spread"><label for="scan-depth">Scan depth (last ${unit})</label>
-        <${CommittedInput} id="scan-depth" class="field number" type="number" min="0" step="1" placeholder="4" value=${book.scan_depth} commit=${(text) => setField("scan_depth", whole(text))} /></div>
+        <${CommittedInput} id="scan-depth" class="field number" type="number" min="0" step="1" placeholder="4" value=${book.scan_depth} commit=${(text) => setField("scan_depth", wholeNumber(text))} /></div>
       <div class="row spread"><label for="token-budget">Token budget</label>
-        <${CommittedInput} id="token-budget" class="field number" type="number" min="0" step="1" placeholder="¼ context" value=${book.token_budget} commit=${(text) => setField("token_budget", whole(text))} /></div>`}
+        <${CommittedInput} id="token-budget" class="field number" type="number" min="0" step="1" placeholder="¼ context" value=${book.token_budget} commit=${(text) => setField("token_budget", wholeNumber(text))} /></div>`}
   </div>`;
 }
 
