@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from unspool.cli.output import say
 from unspool.conversation import Conversation, Exchange
 from unspool.engine.generation import Generation
 from unspool.errors import UnspoolError
@@ -28,11 +29,18 @@ from unspool.store.library import find_session
 class StoredChat:
     """The session of one conversation; holds the lock of its folder until it is closed."""
 
-    def __init__(self, folder: Path, lm: Session) -> None:
-        """Raises FolderInUseError if another process uses the folder."""
-        self._folder = StateFolder(folder)
+    def __init__(self, folder: Path, lm: Session, *, allow_readonly: bool = False) -> None:
+        """With `allow_readonly`, conversations of a folder that can only be read can be continued;
+        they are not stored then.
+
+        Raises FolderInUseError if another process uses the folder.
+        """
+        self._folder = StateFolder(folder, allow_readonly=allow_readonly)
+        self.readonly_note = self._folder.readonly_note if self._folder.is_readonly else None
         try:
-            self._database = Database(self._folder.database)
+            self._database = Database(
+                self._folder.database, say=say, is_readonly=self._folder.is_readonly
+            )
         except BaseException:
             self._folder.close()
             raise
