@@ -239,21 +239,23 @@ def test_texts_of_a_damaged_database_are_saved_from_it(small_entry: Any, tmp_pat
         for number in range(12):
             session = tree.ask("POST", "/sessions", json={"title": f"Text {number}"})["id"]
             tree.new(session=session, prompt=f"Prompt {number} " * 20, seed=number)
-        long = tree.do("resume", tree.new(max_tokens=40))
+        tree.do("resume", tree.new(max_tokens=40))
+        (served,) = tree.state.registry.loaded.values()  # type: ignore[attr-defined]
+        tokenizer = served.lm.tokenizer
     file, other = tmp_path / "texts.db", tmp_path / "other.db"
-    whole = file.read_bytes()
+    content = file.read_bytes()
     numbers = []
-    for at in range(4096, len(whole), 4096):
-        damaged = bytearray(whole)
+    for at in range(4096, len(content), 8192):
+        damaged = bytearray(content)
         damaged[at : at + 4096] = bytes(range(256)) * 16
         other.write_bytes(damaged)
         messages: list[str] = []
         database = Database(other, say=messages.append)
-        stored = TreeStorage(database)
+        stored = TreeStorage(database, lambda: [tokenizer])
         branches = stored.read_branches()
         for branch in branches:  # none is there in part
-            content = database.submit(stored.reading(branch)).result()
-            prompt, generation, _ = content.decode()
+            stored_content = database.submit(stored.reading(branch)).result()
+            prompt, generation, _ = stored_content.decode()
             assert prompt.text and len(generation.steps) == branch.digest.length
         stored.index_remaining()
         names = database.submit(lambda db: db.rows("SELECT title FROM sessions")).result()
@@ -265,7 +267,6 @@ def test_texts_of_a_damaged_database_are_saved_from_it(small_entry: Any, tmp_pat
         assert all("what could be read of it" in message for message in messages)
     assert sum(number == (12, 13) for number in numbers) > len(numbers) / 2
     assert sum(sum(number) > 0 for number in numbers) > len(numbers) * 0.8, numbers
-    assert long["length"] == 40
 
 
 def test_a_full_disk_refuses_the_change_and_damages_nothing(small_entry: Any, tmp_path: Path):

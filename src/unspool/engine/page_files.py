@@ -186,7 +186,7 @@ def read_tokens(path: Path) -> tuple[list[int], str | None]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the files that a killed process was writing; nobody else may use the folder."""
+    """Remove the files that a killed process was writing. No other process may use the folder."""
     for path in folder.glob("*/.*.part"):
         with contextlib.suppress(OSError):
             path.unlink()

@@ -515,10 +515,7 @@ def salvage(damaged: Path, target: Connection) -> str:
                     ):
                         is_whole(row)
                         target.insert(table, row)
-            target.run(
-                "DELETE FROM branches WHERE prompt NOT IN (SELECT hash FROM prompts WHERE "
-                "vocabulary IN (SELECT hash FROM vocabularies))"
-            )
+            target.run("DELETE FROM branches WHERE prompt NOT IN (SELECT hash FROM prompts)")
             target.run("DELETE FROM parts WHERE branch NOT IN (SELECT number FROM branches)")
             target.run("UPDATE branches SET indexed=0")
             _cut_gaps(target)
