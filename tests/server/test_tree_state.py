@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -145,6 +146,18 @@ def test_a_newer_database_is_refused_and_a_damaged_one_moved_aside(tmp_path: Pat
         assert list(tmp_path.glob("texts.db.damaged-*"))
         for aside in tmp_path.glob("texts.db.damaged-*"):
             aside.unlink()
+
+
+def test_a_cancelled_request_does_not_end_the_writer(tmp_path: Path):
+    database, may_go_on = Database(tmp_path / "texts.db"), Event()
+    first = database.submit(lambda db: may_go_on.wait(30))
+    cancelled, last = (database.submit(lambda db, n=n: n) for n in (1, 2))
+    assert cancelled.cancel()
+    may_go_on.set()
+    assert first.result(30) and last.result(30) == 2
+    assert database.submit(lambda db: 3).result(30) == 3
+    database.close()
+    assert cancelled.cancelled()
 
 
 @contextmanager

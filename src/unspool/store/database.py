@@ -189,13 +189,17 @@ class Database:
                 while len(batch) < _MAX_JOBS:
                     batch.append(self._jobs.get_nowait())
             is_open = None not in batch
-            self._run_batch([item for item in batch if item is not None])
+            jobs = [item for item in batch if item is not None]
+            # A request that was cancelled meanwhile waits for nothing.
+            self._run_batch([job for job in jobs if job[1].set_running_or_notify_cancel()])
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
 
     def _run_batch(self, batch: list[tuple[Callable[[Connection], Any], Future[Any]]]) -> None:
         """Run jobs in one transaction; one that fails is undone alone."""
         outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
+        if not batch:
+            return
         try:
             self._db.run("BEGIN IMMEDIATE")
             for job, future in batch:
