@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from unspool.backends.interventions import ClampFeature, Intervention, parse_hook_name
+from unspool.backends.interventions import ClampFeature, Intervention, Replace, parse_hook_name
 from unspool.backends.step import Floats
 from unspool.errors import ModelFileError, SettingsError, check_int, check_number
 from unspool.lens.activation_cache import activation_caches
@@ -32,7 +34,7 @@ from unspool.notebook import escape_html, note_html, notebook_html, table_html
 from unspool.session import Session
 
 ARCHITECTURES = ("standard", "topk", "jumprelu", "gated")
-_CONFIG, _WEIGHTS, _GEMMA_SCOPE = "cfg.json", "sae_weights.safetensors", "params.npz"
+SAE_CONFIG, SAE_WEIGHTS, _GEMMA_SCOPE = "cfg.json", "sae_weights.safetensors", "params.npz"
 _LAYER_IN_PATH = re.compile(r"layer_(\d+)")
 _READ_TEXTS = 64  # texts that are read together
 _EXAMPLE_TOKENS = 12  # before and after the token of an example
@@ -90,8 +92,7 @@ class SparseAutoencoder:
             threshold=float(self.threshold[number]),
             value=check_number("the value of a feature", value),
         )
-        layers = None if self.site in ("embedding", "final_norm") else self.layer
-        return Intervention(self.site, op, layers=layers)  # type: ignore[arg-type]
+        return Intervention(self.site, op, layers=_layer(self))  # type: ignore[arg-type]
 
 
 # -- files
@@ -108,13 +109,13 @@ def load_sae(
         layer: Its layer, if the folder does not say.
     """
     path = Path(folder).expanduser()
-    if (path / _CONFIG).is_file():
+    if (path / SAE_CONFIG).is_file():
         weights, config = _read_saelens(path)
     elif (path / _GEMMA_SCOPE).is_file():
         weights, config = _read_gemma_scope(path)
     else:
         raise ModelFileError(
-            f"{path}: no sparse autoencoder: it needs {_CONFIG} and {_WEIGHTS} (SAELens) or "
+            f"{path}: no sparse autoencoder: it needs {SAE_CONFIG} and {SAE_WEIGHTS} (SAELens) or "
             f"{_GEMMA_SCOPE} (Gemma Scope)"
         )
     hook = config.get("hook_name")
@@ -128,14 +129,14 @@ def load_sae(
 
 def _read_saelens(path: Path) -> tuple[dict[str, Floats], dict[str, Any]]:
     try:
-        config = json.loads((path / _CONFIG).read_text("utf-8"))
+        config = json.loads((path / SAE_CONFIG).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelFileError(f"{path / _CONFIG} cannot be read: {error}") from None
+        raise ModelFileError(f"{path / SAE_CONFIG} cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise ModelFileError(f"{path / _CONFIG}: must be a JSON object")
+        raise ModelFileError(f"{path / SAE_CONFIG}: must be a JSON object")
     metadata = config.get("metadata")
     config = {**(metadata if isinstance(metadata, dict) else {}), **config}
-    file = SafetensorsFile(path / _WEIGHTS)
+    file = SafetensorsFile(path / SAE_WEIGHTS)
     return {name: file.stored(name).float32() for name in file.tensors}, config
 
 
@@ -365,14 +366,105 @@ def feature_examples(
     return [example for _, _, example in sorted(best, key=lambda item: item[:2], reverse=True)]
 
 
+# -- quality
+
+
+@dataclass(frozen=True, slots=True)
+class SaeQuality:
+    """How well a sparse autoencoder stands for the vectors of a model, on some texts.
+
+    The loss recovered is (zero - reconstructed) / (zero - clean): 1 if the model predicts the
+    texts as well with the reconstruction as without it, 0 if as badly as with zeros.
+    """
+
+    tokens: int
+    fvu: float  # share of the variance that the reconstruction does not explain
+    l0: float  # active features of a token
+    dead: float  # share of the features that are active nowhere in these texts
+    loss: float  # mean cross-entropy of the texts in nats
+    loss_reconstructed: float  # with the reconstruction in place of the vectors
+    loss_zero: float  # with zeros in place of the vectors
+
+    @property
+    def loss_recovered(self) -> float:
+        gap = self.loss_zero - self.loss
+        return (self.loss_zero - self.loss_reconstructed) / gap if gap else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "loss_recovered": self.loss_recovered}
+
+
+_LONGEST = 10.0  # times the median length: longer vectors are attention sinks
+
+
+def ordinary_rows(vectors: Floats) -> npt.NDArray[np.bool_]:
+    """Which vectors of a text to train on and to measure: not the first, nor very long ones."""
+    lengths = np.linalg.norm(vectors, axis=-1)
+    ordinary: npt.NDArray[np.bool_] = lengths <= _LONGEST * np.median(lengths)
+    ordinary[0] = False
+    return ordinary
+
+
+def measure_sae(lm: Session, sae: SparseAutoencoder, texts: Iterable[TextLike]) -> SaeQuality:
+    """Measure a sparse autoencoder on texts; each is run three times.
+
+    The first position of a text and attention sinks are neither counted nor replaced.
+    """
+    losses: list[Floats] = []
+    errors = active = squares = 0.0
+    count = 0
+    total = np.zeros(sae.encoder.shape[1])
+    used = np.zeros(sae.num_features, bool)
+    batch: list[TextLike] = list(texts)
+    for cache in _read(lm, batch, sae):
+        vectors = _vectors(cache, sae)
+        rows = ordinary_rows(vectors)
+        strengths = sae.encode(vectors)
+        rebuilt = np.where(rows[:, None], sae.decode(strengths), vectors)
+        zeros = np.where(rows[:, None], np.float32(0), vectors)
+        counted = vectors[rows].astype(np.float64)
+        errors += ((rebuilt - vectors) ** 2).sum(dtype=np.float64)
+        squares, total = squares + (counted**2).sum(), total + counted.sum(0)
+        count += len(counted)
+        active += (strengths[rows] > 0).sum()
+        used |= (strengths[rows] > 0).any(0)
+        if len(cache.tokens) > 1:
+            tokens = list(cache.tokens)
+            runs: list[tuple[Intervention, ...]] = [()]
+            for values in (rebuilt, zeros):
+                shape = (1, len(values), *cache[sae.site].shape[2:])
+                op = Replace(values.reshape(*shape[:2], -1))
+                runs.append((Intervention(sae.site, op, _layer(sae), range(len(values))),))
+            scores = [lm.score(tokens, interventions=run).positions for run in runs]
+            losses.append(
+                np.array([[-p.logprob for p in score if p.logprob is not None] for score in scores])
+            )
+    if not count or not losses:
+        raise SettingsError("the texts have no tokens to measure; give longer texts")
+    loss, rebuilt_loss, zero_loss = np.concatenate(losses, axis=1).mean(1).tolist()
+    return SaeQuality(
+        tokens=count,
+        fvu=errors / float(squares - (total**2).sum() / count),
+        l0=active / count,
+        dead=1 - float(used.mean()),
+        loss=loss,
+        loss_reconstructed=rebuilt_loss,
+        loss_zero=zero_loss,
+    )
+
+
+def _layer(sae: SparseAutoencoder) -> int | None:
+    return None if sae.site in ("embedding", "final_norm") else sae.layer
+
+
 def _read(lm: Session, texts: Sequence[TextLike], sae: SparseAutoencoder) -> Any:
     if sae.encoder.shape[1] != lm.config.width and sae.site != "head_out":
         raise SettingsError(
             f"the autoencoder reads vectors of width {sae.encoder.shape[1]}, and the model has "
             f"{lm.config.width}: it is of another model"
         )
-    layers = None if sae.site in ("embedding", "final_norm") else sae.layer
-    return activation_caches(lm, list(texts), sites=sae.site, layers=layers)
+    return activation_caches(lm, list(texts), sites=sae.site, layers=_layer(sae))
 
 
 def _vectors(cache: Any, sae: SparseAutoencoder) -> Floats:
