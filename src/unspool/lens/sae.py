@@ -16,25 +16,35 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from unspool.backends.interventions import ClampFeature, Intervention, Replace, parse_hook_name
+from unspool.backends.interventions import (
+    ClampFeature,
+    Intervention,
+    Replace,
+    check_layer,
+    parse_hook_name,
+    site_width,
+)
 from unspool.backends.step import Floats
 from unspool.errors import ModelFileError, SettingsError, check_int, check_number
-from unspool.lens.activation_cache import activation_caches
+from unspool.lens.activation_cache import ActivationCache, activation_caches
+from unspool.lens.activation_files import replace_file
 from unspool.lens.activations import TextLike
+from unspool.model.config import ModelConfig
 from unspool.model.files.safetensors import SafetensorsFile
 from unspool.notebook import escape_html, note_html, notebook_html, table_html
 from unspool.session import Session
 
 ARCHITECTURES = ("standard", "topk", "jumprelu", "gated")
 SAE_CONFIG, SAE_WEIGHTS, _GEMMA_SCOPE = "cfg.json", "sae_weights.safetensors", "params.npz"
+_EXAMPLES = "examples.json"
 _LAYER_IN_PATH = re.compile(r"layer_(\d+)")
 _READ_TEXTS = 64  # texts that are read together
 _EXAMPLE_TOKENS = 12  # before and after the token of an example
@@ -54,10 +64,16 @@ class SparseAutoencoder:
     threshold: Floats  # [features]: smaller values are zero
     k: int = 0  # topk: features that a token may have
     name: str = ""
+    examples: Mapping[int, Sequence[FeatureExample]] = field(default_factory=dict, repr=False)
 
     @property
     def num_features(self) -> int:
         return len(self.encoder)
+
+    @property
+    def reading(self) -> int | None:
+        """The layer to read and to change; None for a site without layers."""
+        return None if self.site in ("embedding", "final_norm") else self.layer
 
     def __repr__(self) -> str:
         return (
@@ -92,7 +108,7 @@ class SparseAutoencoder:
             threshold=float(self.threshold[number]),
             value=check_number("the value of a feature", value),
         )
-        return Intervention(self.site, op, layers=_layer(self))  # type: ignore[arg-type]
+        return Intervention(self.site, op, layers=self.reading)  # type: ignore[arg-type]
 
 
 # -- files
@@ -216,7 +232,8 @@ def _build(
         decoder_bias=decoder_bias,
         threshold=np.asarray(threshold, np.float32),
         k=int(k),
-        name=path.name,
+        name=path.resolve().name,
+        examples=_read_examples(path / _EXAMPLES),
     )
 
 
@@ -293,10 +310,19 @@ def features(
 ) -> TokenFeatures:
     """Read the active features of each token of a text; `top`: at most this many a token."""
     (cache,) = _read(lm, [text], sae)
+    active, errors = active_features(sae, cache, top)
+    return TokenFeatures(cache.tokens, cache.texts, active, np.asarray(errors, np.float32))
+
+
+def active_features(
+    sae: SparseAutoencoder, cache: ActivationCache, top: int | None
+) -> tuple[tuple[tuple[ActiveFeature, ...], ...], list[float]]:
+    """Return the active features at each position of a cache, strongest first, and the share of
+    each vector that the features do not explain."""
     vectors = _vectors(cache, sae)
     strengths = sae.encode(vectors)
     active = []
-    for position, row in enumerate(strengths):
+    for position, row in zip(cache.positions, strengths, strict=True):
         order = np.argsort(-row, kind="stable")[: int((row > 0).sum())]
         active.append(
             tuple(
@@ -306,9 +332,7 @@ def features(
         )
     missing = ((vectors - sae.decode(strengths)) ** 2).sum(-1)
     total = (vectors**2).sum(-1)
-    return TokenFeatures(
-        cache.tokens, cache.texts, tuple(active), np.asarray(missing / total, np.float32)
-    )
+    return tuple(active), np.divide(missing, total, where=total > 0, out=missing * 0).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,28 +356,47 @@ def feature_examples(
 ) -> list[FeatureExample]:
     """Return the places of a corpus where a feature is strongest, one for each text."""
     number = check_int("feature", feature, 0, sae.num_features - 1)
+    return strongest_examples(lm, texts, sae, n, [number]).get(number, [])
+
+
+def strongest_examples(
+    lm: Session,
+    texts: Iterable[TextLike],
+    sae: SparseAutoencoder,
+    n: int,
+    features: Sequence[int] | None = None,
+) -> dict[int, list[FeatureExample]]:
+    """Return the places of a corpus where features are strongest, one for each text.
+
+    Args:
+        n: Places of a feature.
+        features: Their numbers; None: all.
+    """
     check_int("n", n, 1)
-    best: list[tuple[float, int, FeatureExample]] = []
+    numbers = np.arange(sae.num_features) if features is None else np.array(features)
+    best: dict[int, list[tuple[float, int, FeatureExample]]] = {}
     batch: list[TextLike] = []
     start = 0
 
     def read_batch() -> None:
         nonlocal start
         for index, cache in enumerate(_read(lm, batch, sae), start):
-            strengths = sae.encode(_vectors(cache, sae))[:, number]
-            at = int(strengths.argmax())
-            if strengths[at] > 0:
+            strengths = sae.encode(_vectors(cache, sae))[:, numbers]
+            places = strengths.argmax(0)
+            for column in np.flatnonzero(strengths.max(0) > 0).tolist():
+                at = int(places[column])
                 example = FeatureExample(
                     index,
                     at,
-                    float(strengths[at]),
+                    float(strengths[at, column]),
                     "".join(cache.texts[max(0, at - _EXAMPLE_TOKENS) : at]),
                     cache.texts[at],
                     "".join(cache.texts[at + 1 : at + 1 + _EXAMPLE_TOKENS]),
                 )
-                heapq.heappush(best, (example.strength, -index, example))
-                if len(best) > n:
-                    heapq.heappop(best)
+                heap = best.setdefault(int(numbers[column]), [])
+                heapq.heappush(heap, (example.strength, -index, example))
+                if len(heap) > n:
+                    heapq.heappop(heap)
         start += len(batch)
         batch.clear()
 
@@ -363,7 +406,40 @@ def feature_examples(
             read_batch()
     if batch:
         read_batch()
-    return [example for _, _, example in sorted(best, key=lambda item: item[:2], reverse=True)]
+    return {
+        number: [example for _, _, example in sorted(heap, key=lambda item: item[:2], reverse=True)]
+        for number, heap in sorted(best.items())
+    }
+
+
+def save_examples(folder: str | Path, examples: Mapping[int, Sequence[FeatureExample]]) -> None:
+    """Write examples to the folder of an autoencoder; `load_sae` reads them."""
+    content = {str(n): [item.to_dict() for item in items] for n, items in examples.items()}
+    text = json.dumps(content, ensure_ascii=False, indent=0)
+    replace_file(Path(folder) / _EXAMPLES, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def _read_examples(path: Path) -> dict[int, list[FeatureExample]]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        return {
+            int(number): [
+                FeatureExample(
+                    int(item["text_index"]),
+                    int(item["position"]),
+                    float(item["strength"]),
+                    str(item["before"]),
+                    str(item["token"]),
+                    str(item["after"]),
+                )
+                for item in items
+            ]
+            for number, items in content.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ModelFileError(f"{path} is damaged; delete it, or write it again") from None
 
 
 # -- quality
@@ -435,7 +511,7 @@ def measure_sae(lm: Session, sae: SparseAutoencoder, texts: Iterable[TextLike]) 
             for values in (rebuilt, zeros):
                 shape = (1, len(values), *cache[sae.site].shape[2:])
                 op = Replace(values.reshape(*shape[:2], -1))
-                runs.append((Intervention(sae.site, op, _layer(sae), range(len(values))),))
+                runs.append((Intervention(sae.site, op, sae.reading, range(len(values))),))
             scores = [lm.score(tokens, interventions=run).positions for run in runs]
             losses.append(
                 np.array([[-p.logprob for p in score if p.logprob is not None] for score in scores])
@@ -445,8 +521,8 @@ def measure_sae(lm: Session, sae: SparseAutoencoder, texts: Iterable[TextLike]) 
     loss, rebuilt_loss, zero_loss = np.concatenate(losses, axis=1).mean(1).tolist()
     return SaeQuality(
         tokens=count,
-        fvu=errors / float(squares - (total**2).sum() / count),
-        l0=active / count,
+        fvu=float(errors / (squares - (total**2).sum() / count)),
+        l0=float(active / count),
         dead=1 - float(used.mean()),
         loss=loss,
         loss_reconstructed=rebuilt_loss,
@@ -454,20 +530,25 @@ def measure_sae(lm: Session, sae: SparseAutoencoder, texts: Iterable[TextLike]) 
     )
 
 
-def _layer(sae: SparseAutoencoder) -> int | None:
-    return None if sae.site in ("embedding", "final_norm") else sae.layer
-
-
-def _read(lm: Session, texts: Sequence[TextLike], sae: SparseAutoencoder) -> Any:
-    if sae.encoder.shape[1] != lm.config.width and sae.site != "head_out":
+def check_model(sae: SparseAutoencoder, config: ModelConfig) -> None:
+    """Raise SettingsError if an autoencoder is of another model."""
+    layer = check_layer(config, sae.site, sae.layer) if sae.reading is not None else 0
+    width = site_width(config, sae.site, layer)
+    if sae.encoder.shape[1] != width:
         raise SettingsError(
-            f"the autoencoder reads vectors of width {sae.encoder.shape[1]}, and the model has "
-            f"{lm.config.width}: it is of another model"
+            f"the autoencoder reads vectors of width {sae.encoder.shape[1]}, and {sae.site} of the "
+            f"model has {width}: it is of another model"
         )
-    return activation_caches(lm, list(texts), sites=sae.site, layers=_layer(sae))
 
 
-def _vectors(cache: Any, sae: SparseAutoencoder) -> Floats:
+def _read(
+    lm: Session, texts: Sequence[TextLike], sae: SparseAutoencoder
+) -> Iterator[ActivationCache]:
+    check_model(sae, lm.config)
+    return activation_caches(lm, list(texts), sites=sae.site, layers=sae.reading)
+
+
+def _vectors(cache: ActivationCache, sae: SparseAutoencoder) -> Floats:
     array = cache[sae.site]
     rows = array[0] if sae.site in cache.layers else array
     return np.asarray(rows.reshape(len(rows), -1))

@@ -38,6 +38,8 @@ from unspool.lens.sae import (
     load_sae,
     measure_sae,
     ordinary_rows,
+    save_examples,
+    strongest_examples,
 )
 from unspool.model.files.safetensors import SafetensorsFile
 from unspool.session import Session
@@ -46,6 +48,7 @@ from unspool.train.data.sources import Source, documents
 _STATE, _PROGRESS = "state.safetensors", "training.json"
 _VERSION = 1
 _READ_TEXTS = 64  # computed together
+_NUM_EXAMPLES = 5  # of each feature, from the held-out texts
 _SAVE_S = 120.0  # between checkpoints
 _MEDIAN_ROWS, _MEDIAN_STEPS = 8192, 32  # of the geometric median
 _WARMUP, _DECAY = 0.02, 0.2  # shares of the training with a rising and a falling rate
@@ -135,7 +138,9 @@ def train_sae(
             trainer.save()
     if not trainer.is_ready:
         raise DataError(f"{source} has fewer than {settings.batch} tokens to train on")
-    return measure_sae(lm, load_sae(path), corpus.held_out())
+    sae, texts = load_sae(path), corpus.held_out()
+    save_examples(path, strongest_examples(lm, texts, sae, _NUM_EXAMPLES))
+    return measure_sae(lm, sae, texts)
 
 
 # -- activations
