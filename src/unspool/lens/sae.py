@@ -511,7 +511,8 @@ def measure_sae(lm: Session, sae: SparseAutoencoder, texts: Iterable[TextLike]) 
             for values in (rebuilt, zeros):
                 shape = (1, len(values), *cache[sae.site].shape[2:])
                 op = Replace(values.reshape(*shape[:2], -1))
-                runs.append((Intervention(sae.site, op, sae.reading, range(len(values))),))
+                layers = None if sae.reading is None else (sae.reading,)
+                runs.append((Intervention(sae.site, op, layers, range(len(values))),))
             scores = [lm.score(tokens, interventions=run).positions for run in runs]
             losses.append(
                 np.array([[-p.logprob for p in score if p.logprob is not None] for score in scores])

@@ -313,7 +313,7 @@ class _Trainer:
         fvu = missing.square().sum() / total
         loss = fvu + self._settings.aux_weight * self._dead_loss(values, missing.detach())
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         decoder = weights["decoder"]
         with torch.no_grad():
             assert decoder.grad is not None
