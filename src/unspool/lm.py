@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from unspool.lens.activation_cache import ActivationCache, Layers, Names, Positions
     from unspool.lens.activation_files import SavedActivations
     from unspool.lens.activations import Activations, TextLike
+    from unspool.lens.affine_lens import AffineLens, LensKind
     from unspool.lens.attribution import Attribution
     from unspool.lens.embeddings import Neighbour
     from unspool.lens.logit_lens import LogitLens
@@ -921,6 +922,7 @@ class LanguageModel(Session):
         top: int = 5,
         token: int | str | None = None,
         full_vocabulary: bool = False,
+        lens: str | AffineLens = "logit",
     ) -> LogitLens:
         """Logit lens: the next-token distribution of each layer, as if it were the last.
 
@@ -929,6 +931,8 @@ class LanguageModel(Session):
                  sampled or, at the end of a text, the most likely one.
         top      number of candidates of each layer.
         full_vocabulary   also return every layer's log-probabilities of the whole vocabulary.
+        lens     "logit", the name of a loaded lens ("tuned" and "jacobian" come with the default
+                 model), or a result of `fit_lens`.
         """
         from unspool.lens.logit_lens import logit_lens
 
@@ -938,7 +942,77 @@ class LanguageModel(Session):
             top=top,
             token=token,
             full_vocabulary=full_vocabulary,
+            lens=self.find_lens(lens),
         )
+
+    def fit_lens(
+        self,
+        texts: Sequence[Prompt],
+        *,
+        kind: LensKind = "tuned",
+        rank: int = 64,
+        max_tokens: int = 256,
+        probes: int = 1,
+        progress: bool = True,
+    ) -> AffineLens:
+        """Fit a lens that translates each layer's vector before the output head reads it.
+
+        kind         "tuned": regression of the final vector (tuned lens). "jacobian": the mean
+                     Jacobian of the final vector; needs backend="torch".
+        rank         of the change to the vector; a lens of a higher rank is a larger file.
+        max_tokens   of each text; the start is used.
+        probes       of "jacobian": backward passes for each text. 0: the exact Jacobian, which
+                     takes one for each token and dimension.
+
+        A tuned lens needs tens of thousands of tokens like those it will read.
+        """
+        from unspool.lens.affine_lens import fit_lens
+
+        return fit_lens(
+            self,
+            texts,
+            kind=kind,
+            rank=rank,
+            max_tokens=max_tokens,
+            probes=probes,
+            progress=progress,
+        )
+
+    def load_lens(self, path: str | Path, name: str | None = None) -> AffineLens:
+        """Load a file that `AffineLens.save` wrote, and register its name for `logit_lens`."""
+        from unspool.lens.affine_lens import load_lens
+
+        loaded = load_lens(path)
+        self._check_lens(loaded)
+        self._shared.lenses = {**self.lenses, name or loaded.name: loaded}
+        return loaded
+
+    @property
+    def lenses(self) -> dict[str, AffineLens]:
+        """Lenses that `logit_lens` can name beside "logit"; the default model has some."""
+        if self._shared.lenses is None:
+            from unspool.lens.affine_lens import shipped_lenses
+
+            self._shared.lenses = shipped_lenses() if self.is_default else {}
+        return dict(self._shared.lenses)
+
+    def find_lens(self, lens: str | AffineLens) -> AffineLens | None:
+        """Return a lens by its name; "logit" is None."""
+        if lens == "logit":
+            return None
+        if not isinstance(lens, str):
+            self._check_lens(lens)
+            return lens
+        if lens not in self.lenses:
+            names = ", ".join(("logit", *self.lenses))
+            raise SettingsError(
+                f"there is no lens {lens[:100]!r} (loaded: {names}); load one with "
+                "lm.load_lens(path)"
+            )
+        return self.lenses[lens]
+
+    def _check_lens(self, lens: AffineLens) -> None:
+        lens.check_model(self.config.layers, self.config.width, self.model.fingerprint())
 
     def attribution(
         self,

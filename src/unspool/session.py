@@ -61,6 +61,7 @@ from unspool.text.tokenizer.pieces import incomplete_utf8, readable_pieces
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from unspool.lens.affine_lens import AffineLens
     from unspool.lens.steering import SteeringVector
     from unspool.model.layers.transformer import Transformer
     from unspool.text.chat.template import ChatPrompt, ChatTemplate
@@ -592,6 +593,7 @@ class _Shared:
         self.is_closed = False
         # By name; None: those of the default model are not read yet.
         self.steering_vectors: dict[str, SteeringVector] | None = None
+        self.lenses: dict[str, AffineLens] | None = None
         self.lock = threading.Lock()  # held while the engine starts or closes
 
 
