@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from unspool.lens.affine_lens import AffineLens, LensKind
     from unspool.lens.attribution import Attribution
     from unspool.lens.embeddings import Neighbour
+    from unspool.lens.gradients import TokenAttribution
     from unspool.lens.logit_lens import LogitLens
     from unspool.lens.patching import Axis, Sweep
     from unspool.lens.replay import Replay
@@ -812,6 +813,7 @@ class LanguageModel(Session):
         layers: Layers = None,
         positions: Positions = None,
         heads: Sequence[int] | None = None,
+        approximate: bool = False,
         progress: bool = True,
     ) -> Sweep:
         """Activation patching: which activations carry what the two texts differ in.
@@ -825,6 +827,8 @@ class LanguageModel(Session):
         site               what is replaced; see `activations`.
         sweep              axes of the table: "layer", "position", "head"; others are replaced
                            together. By default layer and position, for head_out layer and head.
+        approximate        estimate all cells from one gradient (attribution patching); needs
+                           backend="torch", and an answer.
         """
         from unspool.lens.patching import patch
 
@@ -840,6 +844,7 @@ class LanguageModel(Session):
             layers=layers,
             positions=positions,
             heads=heads,
+            approximate=approximate,
             progress=progress,
         )
 
@@ -1032,6 +1037,40 @@ class LanguageModel(Session):
         from unspool.lens.attribution import attribution
 
         return attribution(self, self._look_at(text, position), token=token, against=against)
+
+    def token_attribution(
+        self,
+        text: TextLike,
+        position: int = -1,
+        *,
+        token: int | str | None = None,
+        against: int | str | None = None,
+        method: Literal["integrated", "gradient_x_input"] = "integrated",
+        baseline: TextLike | None = None,
+        steps: int = 64,
+    ) -> TokenAttribution:
+        """Attribute a token's logit to the tokens of the text, by gradients; needs backend="torch".
+
+        text, position   a text, and the position that predicts the token.
+        token, against   as in `attribution`; `against` is a token.
+        method           "integrated": integrated gradients; their sum is the logit minus that of
+                         the baseline. "gradient_x_input": the gradient times the embedding.
+        baseline         where the path of integrated gradients starts: a text of as many tokens;
+                         None: embeddings of zero.
+        steps            points on the path; more are more exact (see `gap` of the result).
+        """
+        from unspool.lens.gradients import token_attribution
+
+        return token_attribution(
+            self,
+            text,
+            position,
+            token=token,
+            against=against,
+            method=method,
+            baseline=baseline,
+            steps=steps,
+        )
 
     def neighbours(self, token: int | str, count: int = 10) -> tuple[Neighbour, ...]:
         """Return the tokens with the most similar embeddings (by cosine), nearest first.

@@ -165,7 +165,10 @@ def test_saved_and_loaded(tmp_path: Path, llama, tuned):
     np.testing.assert_allclose(loaded.translate(residuals), expected, atol=0.02 * scale)
     assert llama.load_lens(path) is llama.lenses["lens"]
     by_name = llama.logit_lens(TEXTS[2], 11, lens="lens")
-    assert by_name.layers == logit_lens(llama, get_activations(llama, TEXTS[2], 11), lens=loaded).layers
+    assert (
+        by_name.layers
+        == logit_lens(llama, get_activations(llama, TEXTS[2], 11), lens=loaded).layers
+    )
 
 
 def test_a_lens_of_another_model_is_refused(tmp_path: Path, tuned, family_lm, llama, tiny_lm):

@@ -235,9 +235,7 @@ def fit_lens(
         right.append(reduced)
         bias.append(shift + (change - directions @ reduced) @ mean)
     arrays = (np.stack(parts).astype(np.float32) for parts in (left, right, bias))
-    return AffineLens(
-        kind, *arrays, lm.model.fingerprint(), sum(map(len, prompts)), name=kind
-    )
+    return AffineLens(kind, *arrays, lm.model.fingerprint(), sum(map(len, prompts)), name=kind)
 
 
 class _TunedFit:
@@ -255,9 +253,7 @@ class _TunedFit:
         last = self._lm.config.layers - 1
         sites = ("resid_pre", f"resid_post.{last}")
         for cache in activation_caches(self._lm, prompts, sites=sites):
-            self._add_vectors(
-                np.concatenate((cache["resid_pre"], cache["resid_post", last][None]))
-            )
+            self._add_vectors(np.concatenate((cache["resid_pre"], cache["resid_post", last][None])))
 
     def _add_vectors(self, residuals: Floats) -> None:
         """Add the residual stream of a text, [layers + 1, tokens, width]."""
