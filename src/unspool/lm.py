@@ -983,11 +983,11 @@ class LanguageModel(Session):
             progress=progress,
         )
 
-    def load_lens(self, path: str | Path, name: str | None = None) -> AffineLens:
+    def load_lens(self, lens: str | Path | AffineLens, name: str | None = None) -> AffineLens:
         """Load a file that `AffineLens.save` wrote, and register its name for `logit_lens`."""
-        from unspool.lens.affine_lens import load_lens
+        from unspool.lens.affine_lens import AffineLens, load_lens
 
-        loaded = load_lens(path)
+        loaded = lens if isinstance(lens, AffineLens) else load_lens(lens)
         self._check_lens(loaded)
         self._shared.lenses = {**self.lenses, name or loaded.name: loaded}
         return loaded

@@ -104,7 +104,7 @@ def test_the_jacobian_is_that_of_autograd(llama, reference):
         states = reference_residuals(reference, text)
         for layer in range(LAYERS):
 
-            def final_of(x: Any, layer: int = layer) -> Any:
+            def final_of(x: Any, layer: int = layer, text: list[int] = text) -> Any:
                 def replace(module: Any, inputs: Any, kwargs: Any) -> Any:
                     return (x[None], *inputs[1:]), kwargs
 
@@ -172,7 +172,7 @@ def test_saved_and_loaded(tmp_path: Path, llama, tuned):
 
 
 def test_a_lens_of_another_model_is_refused(tmp_path: Path, tuned, family_lm, llama, tiny_lm):
-    with pytest.raises(SettingsError, match="4 layers of width 48.*this one has 7"):
+    with pytest.raises(SettingsError, match=r"4 layers of width 48.*this one has 7"):
         family_lm("gemma3").logit_lens(TEXTS[0], lens=tuned)
     with pytest.raises(SettingsError, match="other weights"):
         family_lm("qwen2").logit_lens(TEXTS[0], lens=tuned)
