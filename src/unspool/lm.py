@@ -998,7 +998,8 @@ class LanguageModel(Session):
         if self._shared.lenses is None:
             from unspool.lens.affine_lens import shipped_lenses
 
-            self._shared.lenses = shipped_lenses() if self.is_default else {}
+            shape = self.config.layers, self.config.width
+            self._shared.lenses = shipped_lenses(shape) if self.is_default else {}
         return dict(self._shared.lenses)
 
     def find_lens(self, lens: str | AffineLens) -> AffineLens | None:

@@ -190,9 +190,10 @@ def load_lens(path: str | Path) -> AffineLens:
 _SHIPPED = Path(__file__).parent / "lenses"
 
 
-def shipped_lenses() -> dict[str, AffineLens]:
-    """Read the lenses of the default model, by name."""
-    return {path.stem: load_lens(path) for path in sorted(_SHIPPED.glob("*.safetensors"))}
+def shipped_lenses(shape: tuple[int, int]) -> dict[str, AffineLens]:
+    """Read the lenses of the default model, by name; `shape`: its layers and width."""
+    lenses = map(load_lens, sorted(_SHIPPED.glob("*.safetensors"), reverse=True))
+    return {lens.name: lens for lens in lenses if lens.bias.shape == shape}
 
 
 # -- fitting
