@@ -47,7 +47,7 @@ export function readableText(branch, first, last) {
   return text;
 }
 
-const textBetween = (branch, first, last) => {
+export const textBetween = (branch, first, last) => {
   let text = "";
   for (let at = first; at < last; at += 1) text += tokenOf(branch, at).text;
   return text;
@@ -697,7 +697,7 @@ export function typeText(position, head, text) {
  * Give the tokens from `first` to before `last` a new text, without the pane; tokens at both ends that stay are left
  * out. Returns the new branch, or null. `after`: "keep" or "drop" the text after it.
  */
-export async function editRange(base, first, last, text, after = "keep") {
+export async function editRange(base, first, last, text, { after = "keep", label = `edit “${shorten(text)}”` } = {}) {
   let [from, to, words] = [first, last, text];
   while (from < to && tokenOf(base, from).text && words.startsWith(tokenOf(base, from).text)) {
     words = words.slice(tokenOf(base, from).text.length);
@@ -713,7 +713,7 @@ export async function editRange(base, first, last, text, after = "keep") {
     const body = { first: from, last: to, text: words, after, score: false };
     branch = adoptEdit(base, await api.post(`/v1/tree/${base.id}/edit`, body));
     setCurrent(branch.id);
-    pushUndo({ label: `edit “${shorten(text)}”`, before: placeOf(base), after: { id: branch.id, length: null } });
+    pushUndo({ label, before: placeOf(base), after: { id: branch.id, length: null } });
   });
   if (goes && after === "keep" && state.afterEdit !== "keep") scoreBranch(branch);
   return goes ? branch : null;
