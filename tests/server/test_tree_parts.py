@@ -149,8 +149,8 @@ def test_words_of_a_prompt_are_proposed_and_gaps_filled(tree: Tree) -> None:
     content = f"Is the ___ on the {best['new']}?"
     assert edited["prompt"]["messages"][0]["content"] == content
     assert edited["text"] == chat["text"]
-    gap = next(n for n, piece in enumerate(pieces) if "_" in piece)
-    last = next(n for n, piece in enumerate(pieces) if n > gap and "_" not in piece)
+    gap = next(n for n, piece in enumerate(pieces) if "___" in piece)
+    last = pieces.index(" on")
     result = tree.ask("POST", f"/{chat['id']}/fill", json={**body, "first": gap, "last": last})
     assert result["old"] == "___" and not any("_" in item["new"] for item in result["candidates"])
     answer = tree.http.post(f"/v1/tree/{chat['id']}/fill", json={**body, "last": len(pieces) + 1})

@@ -11,7 +11,7 @@ import { adopt, changed, currentBranch, isTemplate, on, promptLength, state, tex
 import { placeOf } from "./history.js";
 import { endGhosts, hasGhosts, onGhostKey } from "./cursor.js";
 
-const PAUSE_MS = 600; // without typing, before a draft is sent
+const PAUSE_MS = 300; // without typing, before a draft is sent
 const MAX_DRAFTS = 20;
 const DRAFTS = "drafts"; // in the storage: drafts that were not sent, by branch
 
@@ -194,14 +194,18 @@ function newDraft(branch, { first, last, head, tail }, text) {
   showDraft();
 }
 
-/** Take the draft off the page; the tokens are drawn again. */
-function hideDraft() {
-  if (!draft) return;
+/** Take the draft off the page. Returns where its tokens have to be drawn again. */
+function endDraft() {
   const { first, span } = draft;
   draft = null;
   clearTimeout(timer);
   span?.remove();
-  pane?.redraw(first);
+  return first;
+}
+
+/** Take the draft off the page; the tokens are drawn again. */
+function hideDraft() {
+  if (draft) pane?.redraw(endDraft());
 }
 
 /** Drop what was typed since the last commit. */
@@ -377,15 +381,16 @@ function showEdited(base, branch, { start, text, isSame }) {
   const isFocused = pane?.body.contains(document.getSelection().anchorNode);
   const later = typed && typed.text !== text ? { text: typed.text, caret: typed.caret } : null;
   const caret = start + (typed?.caret ?? text.length);
-  hideDraft();
+  const first = typed ? endDraft() : Infinity;
   if (isSame) session.end = Math.max(session.end, start + text.length);
   else {
     session = { branch: branch.id, before: base.id, start, end: start + text.length };
     pushUndo({ label: text ? `edit “${shorten(text)}”` : "delete words", before: placeOf(base), after: { id: branch.id, length: null } });
   }
   if (state.current !== base.id && state.current !== branch.id) return; // another text is shown meanwhile
+  if (state.afterEdit !== "keep") scoreBranch(branch); // before drawing: both take their time
   setCurrent(branch.id);
-  pane?.redraw();
+  pane?.redraw(first);
   if (later) {
     const [from, to] = [pointAtCharacter(branch, start), pointAtCharacter(branch, start + text.length)];
     newDraft(branch, tokenRange(branch, from, to), later.text);
@@ -394,7 +399,6 @@ function showEdited(base, branch, { start, text, isSame }) {
     touched();
   } else if (isFocused) placeCaretAtCharacter(branch, caret);
   changed("draft-edit");
-  if (state.afterEdit !== "keep") scoreBranch(branch);
 }
 
 /** Score the steps that have no score; colors appear as parts arrive. */
