@@ -17,6 +17,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from unspool.decoding.edit.edit import (
+    MIN_SURPRISE,
     Doubt,
     EditUnit,
     causal_surprise,
@@ -312,7 +313,7 @@ def _replace_parts(
 
 
 # Interactive: fewer candidates than in `lm.edit`.
-_SINGLES, _DRAFTS, _CANDIDATES = 24, 2, 8
+_SINGLES, _DRAFTS, _CANDIDATES, _SHORTLIST, _REPEATED_CHARS = 16, 2, 8, 3, 80
 _REACH = 16  # tokens after a word that are scored
 _NUM_ALTERNATIVES = 5  # reported
 
@@ -415,10 +416,13 @@ def _revise(
         if step.text
     ]
     options = draft_settings(call.served.lm, {}, candidates=_CANDIDATES, drafts=_DRAFTS)
-    options = replace(options, singles=_SINGLES)
-    inside = [unit for unit in split_units(text, doubts) if unit.start >= shift]
+    options = replace(options, singles=_SINGLES, repeated_chars=_REPEATED_CHARS)
+    units = split_units(text, doubts)
+    inside = [unit for unit in units if unit.start >= shift and unit.doubt >= MIN_SURPRISE]
     for unit in inside[: body.places]:
-        ranked = propose_replacements(call.served.lm, text, unit, options, reach=_REACH, twin=twin)
+        ranked = propose_replacements(
+            call.served.lm, text, unit, options, reach=_REACH, twin=twin, shortlist=_SHORTLIST
+        )
         best = ranked[0]
         is_better = best.texts[0] != unit.text and best.probability >= body.least
         yield _proposal_json(plain, unit, ranked) if is_better else None
