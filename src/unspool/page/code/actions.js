@@ -124,7 +124,7 @@ async function writeFrom(prompt) {
 }
 
 /** Create a branch in the session that is open, or else in a new one. */
-async function createInSession(body) {
+export async function createInSession(body) {
   const isNew = state.session === null;
   if (isNew) state.session = (await api.post("/v1/tree/sessions")).id;
   try {
@@ -426,10 +426,9 @@ export async function showBranch(id) {
   if (branch.hidden?.wasCurrent) await jump(id);
 }
 
-/** Delete a branch on the server; `keepalive` lets the request finish when the page closes. */
+/** Delete a branch on the server, also when the page closes. */
 export function deleteOnServer(id) {
-  const headers = api.key ? { authorization: `Bearer ${api.key}` } : {};
-  fetch(`/v1/tree/${id}`, { method: "DELETE", headers, keepalive: true }).catch(() => {});
+  api.deleteLater(`/v1/tree/${id}`);
 }
 
 // -- branches that views create: dropped when they are no longer shown, unless the user did something with them
