@@ -90,3 +90,5 @@ export async function requestTab(path, { method = "GET", body, signal } = {}) {
 }
 
 const encoder = new TextEncoder();
+
+if (isTab) navigator.serviceWorker?.register(new URL("sw.js", document.baseURI)).catch(() => {}); // only for use offline
