@@ -137,8 +137,14 @@ export async function createInSession(body) {
   }
 }
 
-/** Show an empty page for a new text; the current one stays in the library. */
+/** Show an empty page for a new text, with the focus in the prompt; the current one stays in the library. */
 export async function newText() {
+  await clearText();
+  requestAnimationFrame(() => document.getElementById("prompt")?.focus());
+}
+
+/** Show an empty page for a new text. */
+export async function clearText() {
   await pauseWriting();
   openView("write");
   loadHistory(null);
@@ -148,7 +154,6 @@ export async function newText() {
   state.isFirstVisit = false;
   setCurrent(null);
   changed("branches", "session");
-  requestAnimationFrame(() => document.getElementById("prompt")?.focus());
 }
 
 export function toggleLibrary(isOpen = !state.library) {
