@@ -12,12 +12,11 @@ const rounded = (values) => Array.from(values, round);
 const norm = (vector) => Math.sqrt(vector.reduce((sum, value) => sum + value * value, 0));
 
 /** `computed`: a branch of the engine with the tokens up to the position. */
-export function lookJson(engine, computed, tokens, position, { include = null, heads = false, layer = null, head = null, top = 5, token: target = null }) {
+export function lookJson(engine, computed, logits, tokens, position, { include = null, heads = false, layer = null, head = null, top = 5, token: target = null }) {
   const { layers, heads: numHeads, width } = engine.info;
   const parts = include === null ? PARTS : include.split(",").map((name) => name.trim()).filter(Boolean);
   const unknown = parts.find((name) => !PARTS.includes(name));
   if (unknown) throw badRequest(`include must be of ${PARTS.join(", ")} in the browser tab, got '${unknown.slice(0, 40)}'`, "include", "needs_server");
-  const logits = Float32Array.from(computed.logits());
   const inside = computed.look(position, { attention: true, hidden: true, lens: 0 });
   const attention = Float32Array.from(inside.attention);
   const hidden = Array.from({ length: layers + 1 }, (_, at) => inside.hidden.slice(at * width, (at + 1) * width));
@@ -92,7 +91,7 @@ function mapOf(rows, first) {
 
 function lensJson(engine, hidden, position, token, top, partial) {
   const layers = hidden.map((vector, layer) => {
-    const logits = Float32Array.from(engine.headLogits(vector));
+    const logits = Float32Array.from(engine.model.head(vector));
     const { logprob, rank, entropy } = engine.score(logits, token);
     const candidates = engine.top(logits, top).map((candidate) => ({ ...candidate, text: readableToken(engine, candidate.token, partial) }));
     return { layer, probability: Math.exp(logprob), logprob, rank, entropy, candidates };

@@ -30,11 +30,12 @@ class ComputedTexts {
     this.branches = []; // of the engine, the last used at the end
   }
 
-  /** Run `work`; if the pages do not suffice, drop the oldest text and try again. */
-  withRoom(work) {
+  /** Append tokens to a branch of the engine; if the pages do not suffice, drop the oldest text and go on. */
+  append(branch, tokens) {
+    const end = branch.length + tokens.length;
     for (;;) {
       try {
-        return work();
+        return branch.append(tokens.slice(tokens.length - (end - branch.length)));
       } catch (error) {
         if (error.code !== "memory" || !this.branches.length) throw error;
         this.branches.shift().free();
@@ -110,47 +111,42 @@ export class Tree {
   /** The logits after each of the last `count` tokens of a text, one after another: calls `use(logits, number)`. */
   async eachLogits(tokens, count, use, signal = null) {
     const first = tokens.slice(0, tokens.length - count + 1);
-    const branch = await this.compute(first, { signal });
+    const { branch, logits } = await this.compute(first, { signal });
     try {
-      use(branch.logits(), 0);
+      use(logits, 0);
       for (let number = 1; number < count; number += 1) {
         await readMessages();
         signal?.throwIfAborted();
-        use(this.computed.withRoom(() => branch.append([tokens[first.length + number - 1]])), number);
+        use(this.computed.append(branch, [tokens[first.length + number - 1]]), number);
       }
     } finally {
       this.computed.keep(branch);
     }
   }
 
-  /** A branch of the engine with all of these tokens computed; `progress(computed)` is called on the way. */
+  /** A branch of the engine with these tokens computed: `{branch, logits, reused}`; `progress(computed)` is called on the way. */
   async compute(tokens, { signal = null, isStopped = () => false, progress = () => {}, fresh = false } = {}) {
     const { branch, reused } = fresh ? { branch: this.engine.branch(), reused: 0 } : this.computed.take(tokens);
+    let logits = null;
     try {
-      let rest = tokens.slice(reused);
-      branch.numReused = Math.min(reused, tokens.length - 1);
       progress(reused);
-      while (rest.length) {
-        const part = rest.slice(0, SLICE);
-        this.computed.withRoom(() => branch.append(part));
-        rest = rest.slice(SLICE);
-        progress(tokens.length - rest.length);
-        if (!rest.length) break;
-        await readMessages();
+      for (let at = reused; at < tokens.length && !isStopped(); at += SLICE) {
+        if (at > reused) await readMessages();
         signal?.throwIfAborted();
-        if (isStopped()) return branch;
+        logits = this.computed.append(branch, tokens.slice(at, at + SLICE));
+        progress(branch.length);
       }
+      return { branch, logits: logits ?? branch.logits(), reused: Math.min(reused, tokens.length - 1) };
     } catch (error) {
       branch.free();
       throw error;
     }
-    return branch;
   }
 
   async logitsAfter(tokens, signal) {
-    const branch = await this.compute(tokens, { signal });
+    const { branch, logits } = await this.compute(tokens, { signal });
     this.computed.keep(branch);
-    return branch.logits();
+    return logits;
   }
 
   checkLength(count) {
@@ -502,13 +498,9 @@ export class Tree {
       throw badRequest(`position ${position} is out of range: the text has ${tokens.length} tokens, 0 to ${tokens.length - 1}`, "at");
     }
     position = (position + tokens.length) % tokens.length;
-    const computed = await this.compute(tokens.slice(0, position + 1), { signal });
-    try {
-      const json = lookJson(this.engine, computed, tokens, position, query);
-      return { object: "tree.look", branch: id, prompt_tokens: prompt, ...json };
-    } finally {
-      this.computed.keep(computed);
-    }
+    const { branch: computed, logits } = await this.compute(tokens.slice(0, position + 1), { signal });
+    this.computed.keep(computed);
+    return { object: "tree.look", branch: id, prompt_tokens: prompt, ...lookJson(this.engine, computed, logits, tokens, position, query) };
   }
 
   /** The most likely continuations: yields events as they are found, the largest mass first. */
@@ -726,6 +718,7 @@ class Writing {
     const tokens = tokensOf(branch);
     if (this.isStopped) return yield* this.tryEnd("interrupted");
     if (tokens.length >= engine.info.context) return yield* this.tryEnd("context");
+    let logits;
     if (this.computed === null || !settings.cache) {
       this.computed?.free();
       this.computed = null; // a failure below must not free it again
@@ -738,11 +731,13 @@ class Writing {
         await readMessages();
         if (progress.length && this.written === 0) yield this.event("prompt", { computed: progress.splice(0).at(-1), total: tokens.length });
       }
-      this.computed = await computing;
-      this.reused ??= this.computed.numReused;
+      const result = await computing;
+      this.computed = result.branch;
+      logits = result.logits;
+      this.reused ??= result.reused;
       if (this.isStopped) return yield* this.tryEnd("interrupted");
-    } else tree.computed.withRoom(() => this.computed.append(tokens.slice(this.computed.length)));
-    const step = tree.stepOf(this.computed.logits(), tokens, branch.prompt.ids.length, settings);
+    } else logits = tree.computed.append(this.computed, tokens.slice(this.computed.length));
+    const step = tree.stepOf(logits, tokens, branch.prompt.ids.length, settings);
     this.written += 1;
     step.text = this.stream.push(step.bytes);
     step.finish_reason = this.reasonAfter(step);
