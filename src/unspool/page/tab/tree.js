@@ -400,7 +400,7 @@ export class Tree {
     const control = { isStopped: false, pace: body.pace ?? null };
     const writings = targets.map((target, number) => new Writing(this, target, { ...settings, sample: settings.sample + number }, max, control));
     if (count > 1) this.add(...targets);
-    for (const target of targets) Object.assign(target, { settings, max_tokens: body.max_tokens ?? target.max_tokens });
+    for (const { branch: target, settings: own } of writings) Object.assign(target, { settings: own, max_tokens: body.max_tokens ?? target.max_tokens });
     try {
       for (const writing of writings) yield* writing.start();
       let due = performance.now();
@@ -432,23 +432,6 @@ export class Tree {
   }
 
   // -- looking
-
-  async alternatives(id, { at: place = null, top = 10 }, signal) {
-    const branch = this.open(id);
-    this.checkModel(branch);
-    const at = stepIndex(branch, place, "at");
-    const before = tokensOf(branch, at);
-    const logits = await this.logitsAfter(before, signal);
-    const partial = partialOf(this.engine, before);
-    const text = (token) => readableToken(this.engine, token, partial);
-    const candidates = this.engine.top(logits, top).map((candidate) => ({ ...candidate, text: text(candidate.token) }));
-    const token = branch.steps[at]?.token;
-    const picked = token === undefined ? null : { token, text: text(token), ...pick(this.engine.score(logits, token), ["logprob", "rank"]) };
-    return {
-      object: "tree.alternatives", branch: id, at, position: before.length, candidates, picked,
-      entropy: this.engine.score(logits, candidates[0]?.token ?? 0).entropy, settings: branchJson(branch, this.branches).settings,
-    };
-  }
 
   /** One step with other settings; the branch stays unchanged. */
   async try(id, { at: place, ...body }, signal) {
@@ -658,7 +641,6 @@ export class Tree {
 }
 
 const range = (from, to) => Array.from({ length: Math.max(0, to - from) }, (_, at) => from + at);
-const pick = (object, names) => Object.fromEntries(names.map((name) => [name, object[name]]));
 const latin = (bytes) => Array.from(bytes, (byte) => String.fromCharCode(byte)).join("");
 
 // -- one resume of one branch ---------------------------------------------------------------------------

@@ -114,7 +114,10 @@ async function resumed(id, body, signal) {
     branches.add(data.branch);
     if (name === "rewind") from = Math.min(from, data.to);
   }
-  const replies = [...branches].map((name) => tree.reply(tree.open(name), from));
+  const replies = [...branches].map((name) => {
+    const { turns, ...json } = tree.reply(tree.open(name), from); // they are in the replies of other verbs
+    return json;
+  });
   return body.n > 1 ? { object: "list", data: replies } : replies[0];
 }
 
@@ -144,7 +147,6 @@ const BRANCH = {
     const { at = null, sampled = false } = body;
     return collect(tree.futures(id, body, signal), { object: "tree.futures", branch: id, at: at ?? tree.open(id).steps.length, sampled });
   },
-  "GET alternatives": (id, body, url, signal) => tree.alternatives(id, queryOf(url, "at", "top"), signal),
   "GET look": (id, body, url, signal) => {
     const query = queryOf(url, "at", "step", "layer", "head", "top", "token");
     return tree.look(id, { ...query, heads: query.heads === "true" }, signal);
