@@ -27,7 +27,7 @@ constexpr int kUnlimited = std::numeric_limits<int>::max();
 constexpr int kMaxDirectRows = 8;  // rows multiplied without unpacking: limited by registers
 #elif defined(ISA_neon) || defined(ISA_avxvnni)
 constexpr int kMaxDirectRows = 4;
-#elif defined(ISA_avx2)
+#elif defined(ISA_avx2) || defined(ISA_wasm)
 constexpr int kMaxDirectRows = kUnlimited;  // unpacking per four rows is cheap enough
 #else
 constexpr int kMaxDirectRows = 1;
