@@ -5,6 +5,7 @@ import { badRequest, partialOf, readableToken } from "./branches.js";
 const MAX_NUMBERS = 2_000_000; // of attention in one answer
 const MAX_CELLS = 18_000; // of vectors in one answer
 const MAX_CELL = 999;
+const MAX_DIALS = 8;
 const PARTS = ["attention", "lens", "vectors"]; // attribution and neighbours need a server
 
 const round = (value) => Math.round(value * 1e6) / 1e6;
@@ -30,7 +31,10 @@ export function lookJson(engine, computed, logits, tokens, position, { include =
     position, token: named(tokens[position]), picked: picked === null ? null : named(picked), likeliest: named(likeliest),
     layers, heads: numHeads, norms: rounded(hidden.map(norm)),
   };
-  if (inside.parts) json.part_norms = Array.from({ length: layers }, (_, at) => rounded([0, 1].map((part) => norm(inside.parts.slice((2 * at + part) * width, (2 * at + part + 1) * width)))));
+  json.part_norms = hidden.slice(1).map((after, at) => { // what attention and feed-forward added
+    const middle = inside.middle.slice(at * width, (at + 1) * width);
+    return rounded([norm(middle.map((value, n) => value - hidden[at][n])), norm(after.map((value, n) => value - middle[n]))]);
+  });
   json.token.text = readableToken(engine, tokens[position], partialOf(engine, tokens.slice(0, position)));
   if (parts.includes("attention")) {
     json.tokens = tokens.slice(0, past).map((id, at) => ({ id, text: readableToken(engine, id, partialOf(engine, tokens.slice(0, at))) }));
@@ -39,7 +43,7 @@ export function lookJson(engine, computed, logits, tokens, position, { include =
   if (parts.includes("lens")) json.lens = lensJson(engine, hidden, position, target ?? followed, top, partial);
   if (parts.includes("vectors")) {
     json.vectors = vectorsJson(hidden, width);
-    json.position_told = inside.angles ?? { way: "rotary", pairs: engine.info.head_width / 2, dials: [] };
+    json.position_told = positionJson(engine.model.config.rope, position);
     json.head = headJson(engine, logits, followed, top, partial);
   }
   return json;
@@ -110,6 +114,15 @@ function vectorsJson(rows, width) {
     width, every, scales: scales.map((scale) => Number(scale.toPrecision(6))),
     cells: reduced.map((row, at) => row.map((value) => Math.round(value / (scales[at] || 1)))),
   };
+}
+
+/** The angles by which RoPE turns some of the pairs, fast ones first. */
+function positionJson({ width, base, factor }, position) {
+  const pairs = width / 2;
+  const count = Math.min(MAX_DIALS, pairs);
+  const picked = new Set(Array.from({ length: count }, (_, at) => Math.round((at * (pairs - 1)) / Math.max(1, count - 1))));
+  const dials = [...picked].map((pair) => ({ pair: pair + 1, angle: round((position * base ** ((-2 * pair) / width)) / factor) }));
+  return { way: "rotary", pairs, dials };
 }
 
 /** The most likely tokens with their logits, and the followed one. */

@@ -7,7 +7,8 @@ const strict = () => new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 
 export const bytesOf = (text) => utf8.encode(text.toWellFormed());
 
-function decodeStrictly(bytes) {
+/** The text of bytes; null if they are not UTF-8. */
+export function decodeStrictly(bytes) {
   try {
     return strict().decode(Uint8Array.from(bytes));
   } catch {

@@ -11,6 +11,7 @@ import { incompleteUtf8, joinBytes, readable } from "./text.js";
 
 const SLICE = 32; // prompt tokens that are computed before the worker reads its messages again
 const LONG_PROMPT = 256; // tokens to compute, from which on there are events for their progress
+const FUTURES_BATCH = 16;
 const MAX_CACHED = 6; // texts whose keys and values stay computed
 
 /** Let the worker read its messages, such as a request to stop. */
@@ -497,9 +498,10 @@ export class Tree {
     const { engine } = this;
     const open = [{ number: 0, mass: 1, tokens: [], partial: partialOf(engine, start) }];
     let count = 0;
-    while (open.length && count < nodes && performance.now() < until) {
-      open.sort((a, b) => b.mass - a.mass || a.number - b.number);
-      const node = open.shift();
+    const batch = []; // the server computes them together
+    while (batch.length || (open.length && count < nodes && performance.now() < until)) {
+      if (!batch.length) batch.push(...open.sort((a, b) => b.mass - a.mass || a.number - b.number).splice(0, FUTURES_BATCH));
+      const node = batch.shift();
       const text = [...start, ...node.tokens];
       const logits = await this.logitsAfter(text, signal);
       const likely = sampled

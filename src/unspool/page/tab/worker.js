@@ -6,6 +6,7 @@
 import { badRequest, RequestError } from "./branches.js";
 import { Engine } from "./engine.js";
 import { openStorage } from "./storage.js";
+import { decodeStrictly } from "./text.js";
 import { Tree } from "./tree.js";
 
 let tree = null;
@@ -199,7 +200,7 @@ function tokenize({ content = null, prompt = null, add_special: addStart = false
   const reply = { tokens: ids, count: ids.length, max_model_len: engine.info.context };
   if (!withPieces) return reply;
   const pieces = tree.pieces(ids);
-  reply.tokens = pieces.map(({ id, bytes, text: piece }) => ({ id, piece: piece.startsWith("⟨") ? bytes : piece }));
+  reply.tokens = pieces.map(({ id, bytes }) => ({ id, piece: decodeStrictly(bytes) ?? bytes }));
   reply.pieces = pieces;
   return reply;
 }
