@@ -179,3 +179,112 @@ def test_the_tab_answers_as_the_server(tab: Page, small_server: Any) -> None:
     answers = dict(requests(ask_tab(tab)))
     for name, answer in requests(ask_server(small_server)):
         assert_same(answers[name], answer, name)
+
+
+def test_fifty_texts_are_those_of_the_command_line(
+    chromium: Any, default_model: Path, real_lm: Any, tmp_path: Path
+) -> None:
+    """The same seeds write the same tokens: Unspool's guarantee, across WebAssembly."""
+    write_static(tmp_path, default_model)
+    host = Host(tmp_path)
+    host.start()
+    context = chromium.browser.new_context()
+    context.add_init_script("localStorage.setItem('unspool.visited', 'true')")
+    page = context.new_page()
+    try:
+        page.goto(host.url)
+        expect(page.locator("#write")).to_be_enabled(timeout=60_000)
+        ask = ask_tab(page)
+        names = ("a cat", "the sea", "my king", "old maps", "rain")
+        for seed in range(50):
+            prompt = f"Tell me of {names[seed % 5]}"
+            settings = {"temperature": 0.5 + seed / 50, "top_k": seed, "max_tokens": 4, "seed": seed}
+            created = ask("POST", "/v1/tree", {"prompt": prompt, "trace": False, "top": 0, **settings})
+            answer = ask("POST", f"/v1/tree/{created['id']}/resume", {})
+            expected = real_lm.generate(prompt, **settings).tokens
+            assert [step["token"] for step in answer["steps"]] == expected, (prompt, settings)
+    finally:
+        context.close()
+        host.stop()
+
+
+def test_write_choose_and_reload_without_a_network(chromium: Any, host: Host) -> None:
+    """Writing in the page; after a reload without any server, the text is still there and goes on."""
+    other = Host(host.folder)
+    other.start()
+    context = chromium.browser.new_context(viewport={"width": 1280, "height": 800})
+    context.add_init_script("localStorage.setItem('unspool.visited', 'true')")
+    page = context.new_page()
+    try:
+        page.goto(other.url)
+        expect(page.locator("#write")).to_be_enabled()
+        start_writing(page, "Name three planets.")
+        finished(page)
+        written = tokens(page).all_inner_texts()
+        tokens(page).nth(3).click()
+        page.locator("#side-panel .candidate:not(.picked)").first.click()
+        finished(page)
+        expect(page.locator("#text .t.chosen")).to_have_count(1)
+        page.get_by_role("button", name="Undo").click()
+        expect(tokens(page)).to_have_text(written)
+        page.evaluate("navigator.serviceWorker.ready.then(() => null)")
+        other.stop()
+        page.reload()
+        expect(tokens(page)).to_have_text(written)
+        page.locator("#one-step").click()
+        expect(tokens(page)).to_have_count(len(written) + 1)
+    finally:
+        context.close()
+
+
+def test_a_link_opens_the_text(tab: Page, host: Host) -> None:
+    tab.evaluate("import(new URL('page/code/state.js', document.baseURI)).then(({ state }) => { state.settings.max_tokens = 9; })")
+    start_writing(tab, "Once upon a time")
+    finished(tab)
+    tokens(tab).nth(4).click()
+    tab.locator("#side-panel .candidate:not(.picked)").first.click()
+    finished(tab)
+    written = tokens(tab).all_inner_texts()
+    link = tab.evaluate(
+        """async () => {
+        const { linkOf } = await import(new URL("page/code/share/link.js", document.baseURI));
+        const { state } = await import(new URL("page/code/state.js", document.baseURI));
+        return linkOf(state.current);
+    }"""
+    )
+    assert link.startswith(host.url + "#text=") and len(link) < 1000
+    tab.evaluate("sessionStorage.clear(); Storage.prototype.setItem = () => {}")
+    tab.goto("about:blank")
+    tab.goto(link)
+    expect(tokens(tab)).to_have_text(written)
+    expect(tab.locator("#fault")).to_have_count(0)
+    tab.goto("about:blank")
+    tab.goto(link[:-9])
+    expect(tab.locator("#fault")).to_contain_text("damaged")
+
+
+def test_a_model_file_can_be_dropped(tab: Page, small_default: Path) -> None:
+    tab.locator("#model").click()
+    dialog = tab.get_by_role("dialog", name="The model in this tab")
+    expect(dialog).to_contain_text("4 layers")
+    expect(dialog).to_contain_text("need a server")
+    with tab.expect_file_chooser() as chooser:
+        dialog.locator("#open-gguf").click()
+    chooser.value.set_files(small_default)
+    tab.keyboard.press("Escape")
+    expect(tab.locator("#write")).to_be_enabled()
+    start_writing(tab, "Once")
+    finished(tab)
+
+
+def test_what_cannot_run_is_said(tab: Page, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"not a model")
+    tab.locator("#model").click()
+    with tab.expect_file_chooser() as chooser:
+        tab.locator("#open-gguf").click()
+    chooser.value.set_files(damaged)
+    expect(tab.locator("#tab-fault")).to_be_visible()
+    tab.keyboard.press("Escape")
+    tab.locator("#tab-fault").get_by_role("button", name="Try again").click()
+    expect(tab.locator("#write")).to_be_enabled()
