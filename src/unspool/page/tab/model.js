@@ -90,7 +90,7 @@ function ropeTable(native, { width, base, factor }, positions, factors) {
   const sines = native.floats(sine, positions * pairs);
   for (let pair = 0; pair < pairs; pair++) {
     const exponent = Math.fround(Math.fround(2 * pair) / Math.fround(width));
-    const plain = Math.fround(1 / Math.fround(base) ** exponent);
+    const plain = Math.fround(1 / Math.fround(Math.fround(base) ** exponent));
     const frequency = Math.fround(plain / Math.fround(factors?.[pair] ?? factor));
     for (let position = 0; position < positions; position++) {
       const angle = Math.fround(Math.fround(position) * frequency);

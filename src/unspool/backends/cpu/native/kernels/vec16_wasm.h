@@ -55,7 +55,7 @@ inline UNSPOOL_NOINLINE void fma_each(const F32x16& a, const F32x16& b, F32x16& 
 // In doubles the product is exact, and the sum is rounded to 53 bits. Rounding that to a float
 // rounds twice, which differs only where the first result lies in the middle between two floats:
 // then its low 29 bits are a one and zeros. Floats below 2^-126 have fewer bits. Both are rare.
-UNSPOOL_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+inline UNSPOOL_NOINLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
     F32x16 out;
     v128_t is_rare = wasm_i64x2_const_splat(0);
     const v128_t low_bits = wasm_i64x2_const_splat((int64_t{1} << 29) - 1);
