@@ -65,13 +65,14 @@ export function TabModelDialog({ close }) {
   };
   return html`<dialog ref=${dialog} class="dialog models" aria-labelledby="models-title" onClose=${close}>
     <h2 id="models-title">The model in this tab</h2>
-    ${details && html`<p><b class="model-id">${state.models[0].id}</b> <span class="quiet small">${megabytes(details.bytes)} · ${details.precision}
-      · ${details.layers} layers · context of ${details.context} tokens · runs in ${details.device}</span></p>`}
+    <div class="stack">
+    ${details && html`<p><b class="model-id">${state.models[0].id}</b> <span class="quiet small">${[megabytes(details.bytes), details.precision,
+      `${details.layers} layers`, `context of ${details.context} tokens`, `runs in ${details.device}`].join(" · ")}</span></p>`}
     <p class="quiet small">Another GGUF file of the Llama family can take its place: choose or drop a file, or give its address.
       It stays in this browser. ${SERVER_ONLY}</p>
     <form class="row" onSubmit=${open}><${FilePicker} />
       <input class="field grow" type="url" aria-label="Address of a GGUF file" placeholder="https://…/model.gguf" value=${address}
-        onInput=${(event) => setAddress(event.target.value)} /><button class="button" disabled=${!address}>Load</button></form>
+        onInput=${(event) => setAddress(event.target.value)} /><button class="button" disabled=${!address}>Load</button></form></div>
     <form method="dialog"><button class="button">Close</button></form>
   </dialog>`;
 }
