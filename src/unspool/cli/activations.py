@@ -336,7 +336,7 @@ def attribute(
     [b]Examples[/b]
 
       unspool attribute "The capital of Italy is" --token " Rome" --against " Paris"
-      unspool attribute "The capital of Italy is" --token " Rome" --baseline "The capital of France is"
+      unspool attribute "Rome is in Italy" --token "." --baseline "Rome is in Spain"
     """
     prompt = o.read_prompt(text)
     lm = model_choice.load(backend="torch")
