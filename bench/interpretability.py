@@ -81,13 +81,16 @@ def trace(lm: Any) -> dict[str, Any]:
         if len(lm.tokenizer.encode(capital)) == len(lm.tokenizer.encode(f" {country}")) == 1
     ]
     prompts = {country: TEMPLATE.format(country) for country, _ in single}
-    known = [
+    recalled = [
         (country, capital)
         for country, capital in single
         if lm.generate(prompts[country], max_tokens=1, temperature=0).text == capital
     ]
-    pairs = list(zip(known, known[1:] + known[:1], strict=True))[:NUM_PAIRS]
-    print(f"knows {len(known)} of {len(single)}: {[country for country, _ in known]}", flush=True)
+    pairs = list(zip(recalled, recalled[1:] + recalled[:1], strict=True))[:NUM_PAIRS]
+    print(
+        f"knows {len(recalled)} of {len(single)}: {[country for country, _ in recalled]}",
+        flush=True,
+    )
     shares: dict[str, Any] = {}
     started = time.perf_counter()
     for site in SITES:
@@ -107,7 +110,7 @@ def trace(lm: Any) -> dict[str, Any]:
         print(f"{site}: {time.perf_counter() - started:.0f} s", flush=True)
     return {
         "template": TEMPLATE,
-        "known": [country for country, _ in known],
+        "known": [country for country, _ in recalled],
         "asked": len(single),
         "pairs": len(pairs),
         "layers": labels[0],

@@ -86,9 +86,9 @@ def test_it_resumes(lm: Any, corpus: Path, tmp_path: Path):
         sae.train_sae(lm, str(corpus), tmp_path, settings, device="cpu", report=stop)
     before = json.loads((tmp_path / "training.json").read_text())
     assert 0 < before["tokens"] < 2500
-    seen: list[Any] = []
-    sae.train_sae(lm, str(corpus), tmp_path, settings, device="cpu", report=seen.append)
-    assert seen[0].tokens > before["tokens"] and seen[0].steps > before["steps"]
+    reports: list[Any] = []
+    sae.train_sae(lm, str(corpus), tmp_path, settings, device="cpu", report=reports.append)
+    assert reports[0].tokens > before["tokens"] and reports[0].steps > before["steps"]
     assert json.loads((tmp_path / "training.json").read_text())["tokens"] >= 2500
     with pytest.raises(SettingsError, match="k 6, and now it is 7"):
         sae.train_sae(lm, str(corpus), tmp_path, replace(settings, k=7), device="cpu")
