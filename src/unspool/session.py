@@ -61,6 +61,7 @@ from unspool.text.tokenizer.pieces import incomplete_utf8, readable_pieces
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from unspool.lens.affine_lens import AffineLens
     from unspool.lens.sae import SparseAutoencoder
     from unspool.lens.steering import SteeringVector
     from unspool.model.layers.transformer import Transformer
@@ -601,6 +602,7 @@ class _Shared:
         # By name; None: those of the default model are not read yet.
         self.steering_vectors: dict[str, SteeringVector] | None = None
         self.autoencoders: dict[str, SparseAutoencoder] = {}
+        self.lenses: dict[str, AffineLens] | None = None
         self.lock = threading.Lock()  # held while the engine starts or closes
 
 

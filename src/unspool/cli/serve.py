@@ -317,6 +317,14 @@ def page(
         Path | None, typer.Option(help="Open this training run, with its own model.")
     ] = None,
     sae: Annotated[list[Path] | None, typer.Option(help=_SAE_HELP)] = None,
+    static: Annotated[
+        Path | None,
+        typer.Option(help="Write the page as a folder for any file host: no server is needed."),
+    ] = None,
+    model_url: Annotated[
+        str | None,
+        typer.Option(help="With --static: load the GGUF file from this address, do not copy it."),
+    ] = None,
     *,
     model_choices: list[o.ModelChoice],
 ) -> None:
@@ -330,7 +338,13 @@ def page(
       unspool page --model qwen.gguf
       unspool page --no-open --port 9000
       unspool page --run runs/speeches
+      unspool page --static site
     """
+    if static is not None:
+        _write_static_page(static, model_choices[0].model, model_url)
+        return
+    if model_url is not None:
+        raise UnspoolError("--model-url needs --static")
     from unspool.server.http.logs import configure_logging
     from unspool.server.http.settings import ServerSettings
     from unspool.server.http.sockets import bind_socket
@@ -360,6 +374,18 @@ def page(
             say(f"no browser found; open {address} yourself")
 
     startup.run(settings, bound, on_started, with_local_models=True, autoencoders=sae or ())
+
+
+def _write_static_page(folder: Path, model: str | None, model_url: str | None) -> None:
+    from unspool.model.hub.find import find_model
+    from unspool.page.static import write_static
+
+    if model is not None and model_url is not None:
+        raise UnspoolError("give either --model or --model-url")
+    size = write_static(folder, model_url or find_model(model))
+    say(
+        f"{folder}: {size / 1e6:.2f} MB without the model · try it: python -m http.server -d {folder}"
+    )
 
 
 def _free_page_port() -> int:

@@ -300,7 +300,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         part.unlink(missing_ok=True)
 
 
-_SAFETENSORS_TYPES = {"f4": "F32", "f2": "F16", "i8": "I64", "i4": "I32"}
+_SAFETENSORS_TYPES = {"f4": "F32", "f2": "F16", "i8": "I64", "i4": "I32", "i1": "I8"}
 
 
 def write_safetensors(
