@@ -126,13 +126,13 @@ def compare(texts: list[Any]) -> dict[str, Any]:
 
 def _divergence(lm: Any, vectors: Any, final: Any) -> tuple[float, float]:
     """Mean KL to the final distribution, and how often the most likely token is the same."""
-    divergence, same = [], []
+    divergence, agrees = [], []
     for start in range(0, len(vectors), CHUNK):
         part = slice(start, start + CHUNK)
         p, q = (log_softmax(lm.model.logits(rows[part])) for rows in (final, vectors))
         divergence.append((np.exp(p) * (p - q)).sum(-1, dtype=np.float64))
-        same.append(p.argmax(-1) == q.argmax(-1))
-    return float(np.concatenate(divergence).mean()), float(np.concatenate(same).mean())
+        agrees.append(p.argmax(-1) == q.argmax(-1))
+    return float(np.concatenate(divergence).mean()), float(np.concatenate(agrees).mean())
 
 
 def gradients() -> dict[str, Any]:

@@ -300,7 +300,7 @@ def attribute(
     [b]Examples[/b]
 
       unspool attribute "The capital of Italy is" --token " Rome" --against " Paris"
-      unspool attribute "The capital of Italy is" --token " Rome" --baseline "The capital of France is"
+      unspool attribute "Rome is in" --token " Italy" --baseline "Paris is in"
     """
     prompt = o.read_prompt(text)
     lm = model_choice.load(backend="torch")

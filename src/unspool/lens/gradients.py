@@ -96,9 +96,9 @@ def run_layers(
     positions = np.arange(len(tokens))
     with torch.enable_grad():
         ids = torch.tensor([list(tokens)], device=model.embed.weight.device)
-        own = model.embed_tokens(ids, positions)
-        layer_inputs = model.per_layer_embeddings(ids, own)
-        x = own.detach().requires_grad_() if embeddings is None else embeddings
+        token_embeddings = model.embed_tokens(ids, positions)
+        layer_inputs = model.per_layer_embeddings(ids, token_embeddings)
+        x = token_embeddings.detach().requires_grad_() if embeddings is None else embeddings
         angles, shared, step = model.rope_tables(positions, len(tokens)), Shared(), FullTexts()
         record("resid", 0, x)
         for index, layer in enumerate(model.layers):
