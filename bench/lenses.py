@@ -25,6 +25,7 @@ import unspool
 from lib.arguments import make_parser
 from unspool.lens.activation_cache import activation_caches
 from unspool.lens.activation_files import read_corpus
+from unspool.lens.affine_lens import KINDS
 from unspool.sampling import log_softmax
 
 LENSES = Path(unspool.__file__).parent / "lens" / "lenses"
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the results to this file")
     parser.add_argument("--most", type=int, default=200, help="texts of each file")
     parser.add_argument("--jacobian", type=int, default=50, help="of these, for the Jacobian lens")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="lenses to fit")
     parser.add_argument("--rank", type=int, default=64, help="of the lenses")
     options = parser.parse_args()
     if options.what == "figure":
@@ -57,7 +59,7 @@ def main() -> None:
         return
     texts = [list(islice(read_corpus(path), options.most)) for path in options.texts]
     results = {
-        "fit": lambda: fit(texts, options.jacobian, options.rank),
+        "fit": lambda: fit(texts, options.kinds, options.jacobian, options.rank),
         "compare": lambda: compare([text for file in texts for text in file]),
         "gradients": gradients,
     }[options.what]()
@@ -73,11 +75,11 @@ def main() -> None:
         options.out.write_text(text + "\n", encoding="utf-8")
 
 
-def fit(texts: list[list[Any]], num_jacobian: int, rank: int) -> dict[str, Any]:
-    """Fit both lenses; the Jacobian lens to the first texts of each file."""
+def fit(texts: list[list[Any]], kinds: list[Any], num_jacobian: int, rank: int) -> dict[str, Any]:
+    """Fit lenses; the Jacobian lens to the first texts of each file."""
     LENSES.mkdir(exist_ok=True)
     written = {}
-    for kind in ("tuned", "jacobian"):
+    for kind in kinds:
         is_jacobian = kind == "jacobian"
         most = num_jacobian if is_jacobian else None
         with unspool.load(backend="torch" if is_jacobian else "auto") as lm:
