@@ -900,6 +900,21 @@ class LanguageModel(Session):
 
         return features(self, text, sae, top=top)
 
+    def add_autoencoder(
+        self, sae: str | Path | SparseAutoencoder, name: str | None = None
+    ) -> SparseAutoencoder:
+        """Load a sparse autoencoder (see `load_sae`), and register its name for the page.
+
+        lm.add_autoencoder("sae-15")
+        """
+        from unspool.lens.sae import SparseAutoencoder, check_model, load_sae
+
+        loaded = sae if isinstance(sae, SparseAutoencoder) else load_sae(sae)
+        check_model(loaded, self.config)
+        label = name or loaded.name or "sae"
+        self._shared.autoencoders = {**self._shared.autoencoders, label: loaded}
+        return loaded
+
     def feature_examples(
         self, texts: Iterable[TextLike], sae: SparseAutoencoder, feature: int, n: int = 10
     ) -> list[FeatureExample]:

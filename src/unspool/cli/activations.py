@@ -1,4 +1,4 @@
-"""`unspool activations`, `vector`, `lens`, `patch` and `attribute`: what is inside a model."""
+"""`unspool activations`, `vector`, `features`, `lens`, `patch`, `attribute`: inside a model."""
 
 from __future__ import annotations
 
@@ -144,6 +144,42 @@ def vector(
     )
     fitted.save(file)
     out.say(f"{file}: {count(len(fitted.layers), 'layer')}, width {fitted.width}")
+
+
+# -- features --------------------------------------------------------------------------------------
+
+
+@o.model_options
+def features(
+    text: Annotated[str, typer.Argument(help="The text.")],
+    sae: Annotated[Path, typer.Option(help="Folder of SAELens or Gemma Scope.")],
+    layer: Annotated[int | None, typer.Option(help="Its layer, if it does not say.")] = None,
+    site: Annotated[str | None, typer.Option(help="Its site, if it does not say.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Features of each token.")] = 5,
+    as_json: o.Json = False,
+    *,
+    model_choice: o.ModelChoice,
+) -> None:
+    """Show the active features of each token, by a sparse autoencoder.
+
+    [b]Examples[/b]
+
+      unspool features "The Golden Gate Bridge" --sae sae-15
+      unspool features "The Golden Gate Bridge" --sae layer_12/width_16k/average_l0_82 --json
+    """
+    from unspool.lens.sae import load_sae
+
+    autoencoder = load_sae(sae, site=site, layer=layer)
+    lm = model_choice.load()
+    token_features = lm.features(text, autoencoder, top=top)
+    if as_json:
+        out.print_json_line(token_features.to_dict())
+        return
+    console = out.stdout_console()
+    width = max(len(repr(piece)) for piece in token_features.texts)
+    for piece, active in zip(token_features.texts, token_features.active, strict=True):
+        listed = "  ".join(f"{item.feature}: {item.strength:.2f}" for item in active)
+        console.print(f"{piece!r:<{width}}  {listed}", markup=False, highlight=False)
 
 
 # -- lens ------------------------------------------------------------------------------------------
@@ -300,7 +336,7 @@ def attribute(
     [b]Examples[/b]
 
       unspool attribute "The capital of Italy is" --token " Rome" --against " Paris"
-      unspool attribute "Rome is in" --token " Italy" --baseline "Paris is in"
+      unspool attribute "Rome is in Italy" --token "." --baseline "Rome is in Spain"
     """
     prompt = o.read_prompt(text)
     lm = model_choice.load(backend="torch")

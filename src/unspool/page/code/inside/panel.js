@@ -9,6 +9,7 @@ import {
 } from "./lookups.js";
 import { count, html, Lazy, ordinal, percent, Piece, useChanges, useMemo, useWidth } from "../lib.js";
 import { currentBranch, state, stepAt } from "../state.js";
+import { isTab } from "../tab/client.js";
 
 const HIGH = 96;
 const EDGE = { left: 44, right: 14, top: 8, bottom: 18 };
@@ -291,10 +292,11 @@ function Parts({ place, ownPlace, side, text }) {
       ${part("attention", "Attention", withBase((look) => html`<${Attention} place=${place} look=${look} />`))}
       ${base.answer?.states && part("states", "Recurrent states", withBase((look) => html`<${States} look=${look} />`))}
       ${part("lens", "Logit lens", () => html`<${Lens} place=${place} />`)}
-      ${part("pushes", "Logit attribution", () => html`<${Attribution} place=${place} runner=${runner} />`)}
-      ${part("steer", "Steer", () => html`<${Lazy} file="./steer/panel.js" name="Steer" />`)}
-      ${part("patching", "Patching", () => html`<${Lazy} file="./steer/patch.js" name="Patching" />`)}
-      ${part("neighbours", "Nearest embeddings", () => html`<${Neighbours} place=${ownPlace} text=${text} />`)}
+      ${!isTab && html`${part("pushes", "Logit attribution", () => html`<${Attribution} place=${place} runner=${runner} />`)}
+        ${part("steer", "Steer", () => html`<${Lazy} file="./steer/panel.js" name="Steer" />`)}
+        ${part("patching", "Patching", () => html`<${Lazy} file="./steer/patch.js" name="Patching" />`)}
+        ${part("neighbours", "Nearest embeddings", () => html`<${Neighbours} place=${ownPlace} text=${text} />`)}`}
+      ${isTab && html`<p class="quiet small">Logit attribution, steering, patching and nearest embeddings need a server.</p>`}
     </div>`;
   }, [place, ownPlace, base.answer, base.fault, next]);
 }
