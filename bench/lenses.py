@@ -31,7 +31,7 @@ from unspool.sampling import log_softmax
 LENSES = Path(unspool.__file__).parent / "lens" / "lenses"
 DOCS = Path(__file__).parent.parent / "docs"
 DATA, IMAGE = DOCS / "research" / "data" / "lenses-135m.json", DOCS / "images" / "lenses.svg"
-EVERY = 5  # every fifth position is measured
+EVERY = 12  # every twelfth position is measured
 CHUNK = 256  # positions whose logits are in memory together
 
 PAIRS = (

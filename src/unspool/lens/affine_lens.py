@@ -309,7 +309,7 @@ class _JacobianFit(_TunedFit):
     def add(self, prompts: Sequence[Sequence[int]]) -> None:
         import torch
 
-        from unspool.lens.gradients import run_layers
+        from unspool.lens.differentiable import run_layers
 
         layers = self._lm.config.layers
         for prompt in prompts:
