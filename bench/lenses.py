@@ -32,15 +32,12 @@ LENSES = Path(unspool.__file__).parent / "lens" / "lenses"
 DOCS = Path(__file__).parent.parent / "docs"
 DATA, IMAGE = DOCS / "research" / "data" / "lenses-135m.json", DOCS / "images" / "lenses.svg"
 EVERY = 12  # every twelfth position is measured
-CHUNK = 256  # positions whose logits are in memory together
+CHUNK = 64  # positions whose logits are in memory together
 
 PAIRS = (
     ("The capital of Italy is", "The capital of France is", " Rome", " Paris"),
-    ("The opposite of hot is", "The opposite of up is", " cold", " down"),
     ("The colour of the sky is", "The colour of the grass is", " blue", " green"),
-    ("John and Mary went out. John gave it to", "John and Mary went out. Mary gave it to",
-     " Mary", " John"),
-)  # fmt: skip
+)
 
 
 def main() -> None:
@@ -110,31 +107,30 @@ def compare(texts: list[Any]) -> dict[str, Any]:
             ],
             1,
         )
-        kl: dict[str, list[float]] = {}
-        agreement: dict[str, list[float]] = {}
-        for name in ("logit", *lm.lenses):
-            lens = lm.find_lens(name)
-            vectors = residuals if lens is None else lens.translate(residuals)
-            measured = np.array([_divergence(lm, rows, residuals[-1]) for rows in vectors])
-            kl[name], agreement[name] = measured.round(4).T.tolist()
-            print(name, kl[name], flush=True)
+        lenses = {name: lm.find_lens(name) for name in ("logit", *lm.lenses)}
+        sums = {name: np.zeros((last + 2, 2)) for name in lenses}
+        for start in range(0, residuals.shape[1], CHUNK):
+            rows = residuals[:, start : start + CHUNK]
+            final = log_softmax(lm.model.logits(rows[-1]))
+            for name, lens in lenses.items():
+                vectors = rows if lens is None else lens.translate(rows)
+                for layer, row in enumerate(vectors):
+                    sums[name][layer] += _divergence(lm, row, final)
+            print(f"{start + rows.shape[1]} of {residuals.shape[1]} positions", flush=True)
+    measured = {name: (total / residuals.shape[1]).round(4).T for name, total in sums.items()}
     return {
         "positions": residuals.shape[1],
         "texts": len(texts),
-        "kl": kl,
-        "same_top_token": agreement,
+        "kl": {name: columns[0].tolist() for name, columns in measured.items()},
+        "same_top_token": {name: columns[1].tolist() for name, columns in measured.items()},
     }
 
 
-def _divergence(lm: Any, vectors: Any, final: Any) -> tuple[float, float]:
-    """Mean KL to the final distribution, and how often the most likely token is the same."""
-    divergence, agrees = [], []
-    for start in range(0, len(vectors), CHUNK):
-        part = slice(start, start + CHUNK)
-        p, q = (log_softmax(lm.model.logits(rows[part])) for rows in (final, vectors))
-        divergence.append((np.exp(p) * (p - q)).sum(-1, dtype=np.float64))
-        agrees.append(p.argmax(-1) == q.argmax(-1))
-    return float(np.concatenate(divergence).mean()), float(np.concatenate(agrees).mean())
+def _divergence(lm: Any, vectors: Any, final: Any) -> tuple[float, int]:
+    """Sum of the KL to the final distribution, and how often the most likely token is the same."""
+    logprobs = log_softmax(lm.model.logits(vectors))
+    divergence = (np.exp(final) * (final - logprobs)).sum(dtype=np.float64)
+    return float(divergence), int((final.argmax(-1) == logprobs.argmax(-1)).sum())
 
 
 def gradients() -> dict[str, Any]:
@@ -142,7 +138,7 @@ def gradients() -> dict[str, Any]:
     rows = []
     with unspool.load(backend="torch") as lm:
         for clean, corrupted, answer, other in PAIRS:
-            for site in ("resid_post", "attn_out", "mlp_out"):
+            for site in ("resid_post", "mlp_out"):
                 effects, seconds = [], []
                 for is_approximate in (False, True):
                     started = time.perf_counter()
