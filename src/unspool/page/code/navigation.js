@@ -127,7 +127,12 @@ export async function restoreTab() {
   if (state.branches.has(id)) await ensureSteps(id).catch(() => {});
   const isShown = id !== null && await openText(id);
   const isNewTab = !isShown && !saved;
-  const isLatest = isNewTab && await openLatest();
+  const { hash } = location;
+  const isLatest = isNewTab && !hash && await openLatest();
   finishRestoring();
+  if (hash) {
+    const { isLink, openLink } = await import("./share/link.js");
+    if (isLink(hash)) return void openLink(hash);
+  }
   if (isNewTab && !isLatest && state.view === "write") writeFirstText();
 }

@@ -16,9 +16,10 @@ const char* unspool_available_isas() { return available_isa_names(); }
 const char* unspool_compiler() { return kernels().compiler; }
 
 void* unspool_model_new(const ModelSpec* spec) {
-    try {
+    UNSPOOL_TRY {
         return new Model(*spec);
-    } catch (const std::bad_alloc&) {
+    }
+    UNSPOOL_ON_BAD_ALLOC {
         return nullptr;
     }
 }
@@ -72,13 +73,14 @@ int32_t unspool_multiply(const Matrix* matrix, const float* rows, int64_t count,
     spec.buffer_count = 2;
     spec.logits_buffer = 1;
     spec.threads = threads;
-    try {
+    UNSPOOL_TRY {
         Model model(spec);
         int32_t status = kOk;
         for (int32_t i = 0; i < repeat && status == kOk; ++i)
             status = unspool_run_head(&model, rows, count, 0, out);
         return status;
-    } catch (const std::bad_alloc&) {
+    }
+    UNSPOOL_ON_BAD_ALLOC {
         return kOutOfMemory;
     }
 }

@@ -21,9 +21,16 @@
 
 namespace unspool {
 
+#if HAS_plain
 namespace plain {
 extern const Kernels table;
 }
+#endif
+#if HAS_wasm
+namespace wasm {
+extern const Kernels table;
+}
+#endif
 #if HAS_avx2
 namespace avx2 {
 extern const Kernels table;
@@ -148,7 +155,11 @@ bool is_supported(const Kernels* set) {
                has_i8mm != 0;
 #endif
 #endif
+#if HAS_plain
     return set == &plain::table;
+#else
+    return set == &wasm::table;
+#endif
 }
 
 // All kernels of this library, the fastest first.
@@ -171,7 +182,12 @@ const Kernels* const kSets[] = {
 #if HAS_neon
     &neon::table,
 #endif
+#if HAS_plain
     &plain::table,
+#endif
+#if HAS_wasm
+    &wasm::table,
+#endif
 };
 
 const Kernels* choose_kernels() {

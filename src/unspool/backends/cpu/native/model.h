@@ -5,6 +5,15 @@
 
 #include "api.h"
 
+// WebAssembly is compiled without exceptions: there a failed allocation ends the program.
+#if defined(__cpp_exceptions)
+#define UNSPOOL_TRY try
+#define UNSPOOL_ON_BAD_ALLOC catch (const std::bad_alloc&)
+#else
+#define UNSPOOL_TRY
+#define UNSPOOL_ON_BAD_ALLOC if (false)
+#endif
+
 namespace unspool {
 
 // Cache-line-aligned memory that grows on demand and never shrinks.

@@ -1,5 +1,24 @@
 #include "pool.h"
 
+#if defined(__wasm__)  // one thread, which never ends
+
+extern "C" int __cxa_thread_atexit(void (*)(void*), void*, void*) { return 0; }
+
+namespace unspool {
+
+void Progress::finish(int32_t, int32_t) {}
+void Progress::wait(int32_t) {}
+
+bool run_on_pool(int count, Job job, void* argument) {
+    if (count > 1) return false;
+    job(argument, 0, 1);
+    return true;
+}
+
+}  // namespace unspool
+
+#else
+
 #include <condition_variable>
 #include <mutex>
 #include <new>
@@ -206,3 +225,5 @@ bool run_on_pool(int count, Job job, void* argument) {
 }
 
 }  // namespace unspool
+
+#endif

@@ -259,7 +259,7 @@ int32_t Model::run(const KvCache& kv, const RopeTable* rotary, const Batch& batc
     run.kv = kv;
     run.batch = batch;
     run.taps = taps;
-    try {
+    UNSPOOL_TRY {
         allocate(run, batch.count > batch.selected_count ? batch.count : batch.selected_count,
                  logits);
         int32_t* rows = row_of.reserve(batch.count + 1);
@@ -267,7 +267,8 @@ int32_t Model::run(const KvCache& kv, const RopeTable* rotary, const Batch& batc
             for (int64_t at = batch.starts[row]; at < batch.starts[row + 1]; ++at)
                 rows[at] = static_cast<int32_t>(row);
         run.row_of = rows;
-    } catch (const std::bad_alloc&) {
+    }
+    UNSPOOL_ON_BAD_ALLOC {
         return kOutOfMemory;
     }
     run.buffers = buffers.data();

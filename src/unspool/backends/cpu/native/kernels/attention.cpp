@@ -179,9 +179,11 @@ inline void attend_segment(const Tile& tile, int64_t segment, SoftmaxState* stat
 }
 
 inline void attend_segment(const Tile& tile, int64_t segment, SoftmaxState* states) {
-    if (tile.run->kv.bits == 16) return attend_segment<Half>(tile, segment, states);
+#if !defined(ISA_wasm)  // the browser's engine uses 16 bits
     if (tile.run->kv.bits == 8) return attend_segment<Byte>(tile, segment, states);
-    return attend_segment<Float>(tile, segment, states);
+    if (tile.run->kv.bits == 32) return attend_segment<Float>(tile, segment, states);
+#endif
+    return attend_segment<Half>(tile, segment, states);
 }
 
 // Attention sink: one more term of the softmax without a value.

@@ -28,7 +28,7 @@ constexpr int columns_for(int) { return 1; }
 #endif
 constexpr int kPages = pages_for(1);
 // Where converting halves is slow, convert once even for few queries.
-#if defined(ISA_plain)
+#if defined(ISA_plain) || defined(ISA_wasm)
 constexpr bool kConvertFirst = true;
 #else
 constexpr bool kConvertFirst = false;

@@ -27,6 +27,11 @@ inline void gemv_quantized(const GemmArgs& args, const Matrix& m, int64_t column
                            int64_t last) {
     for (int64_t block = first; block < last; ++block) {
         int64_t row = args.first;
+#if defined(ISA_wasm)  // without products of two and three rows: less code to download
+        for (; row + 3 < args.last; row += kSmallBatch)
+            gemv_rows<S, kSmallBatch>(args, m, column, block, row);
+        for (; row < args.last; ++row) gemv_rows<S, 1>(args, m, column, block, row);
+#else
         if constexpr (kMaxDirectRows > 2) {
             for (; row + 3 < args.last; row += kSmallBatch)
                 gemv_rows<S, kSmallBatch>(args, m, column, block, row);
@@ -35,6 +40,7 @@ inline void gemv_quantized(const GemmArgs& args, const Matrix& m, int64_t column
         if constexpr (kMaxDirectRows > 1)
             if (row + 2 == args.last) gemv_rows<S, 2>(args, m, column, block, row);
         if (row + 1 == args.last) gemv_rows<S, 1>(args, m, column, block, row);
+#endif
     }
 }
 

@@ -27,7 +27,7 @@ constexpr int kUnlimited = std::numeric_limits<int>::max();
 constexpr int kMaxDirectRows = 8;  // rows multiplied without unpacking: limited by registers
 #elif defined(ISA_neon) || defined(ISA_avxvnni)
 constexpr int kMaxDirectRows = 4;
-#elif defined(ISA_avx2)
+#elif defined(ISA_avx2) || defined(ISA_wasm)
 constexpr int kMaxDirectRows = kUnlimited;  // unpacking per four rows is cheap enough
 #else
 constexpr int kMaxDirectRows = 1;
@@ -60,27 +60,29 @@ UNSPOOL_INLINE void dispatch_among(const Matrix& m, F f, std::tuple<S...>) {
 template <class F>
 UNSPOOL_INLINE void dispatch_format(const Matrix& m, F f) {
     dispatch_among(m, f,
-                   std::tuple<Spec<kIntegers, 4, 32, kHalves, kNoMinima>,    // Q4_0
-                              Spec<kIntegers, 4, 32, kSuper, kMinima>,       // Q4_K
-                              Spec<kIntegers, 8, 32, kHalves, kNoMinima>,    // Q8_0
-                              Spec<kIntegers, 6, 16, kSuper, kNoMinima>,     // Q6_K
-                              Spec<kIntegers, 5, 32, kSuper, kMinima>,       // Q5_K
-                              Spec<kIntegers, 5, 32, kHalves, kNoMinima>,    // Q5_0
-                              Spec<kIntegers, 4, 32, kHalves, kMinima>,      // Q4_1
-                              Spec<kIntegers, 5, 32, kHalves, kMinima>,      // Q5_1
-                              Spec<kIntegers, 2, 16, kSuper, kMinima>,       // Q2_K
-                              Spec<kIntegers, 3, 16, kSuper, kNoMinima>,     // Q3_K
+                   std::tuple<Spec<kIntegers, 4, 32, kHalves, kNoMinima>,  // Q4_0
+                              Spec<kIntegers, 4, 32, kSuper, kMinima>,     // Q4_K
+                              Spec<kIntegers, 8, 32, kHalves, kNoMinima>,  // Q8_0
+                              Spec<kIntegers, 6, 16, kSuper, kNoMinima>,   // Q6_K
+                              Spec<kIntegers, 5, 32, kSuper, kMinima>,     // Q5_K
+                              Spec<kIntegers, 5, 32, kHalves, kNoMinima>,  // Q5_0
+                              Spec<kIntegers, 4, 32, kHalves, kMinima>,    // Q4_1
+                              Spec<kIntegers, 5, 32, kHalves, kMinima>,    // Q5_1
+                              Spec<kIntegers, 2, 16, kSuper, kMinima>,     // Q2_K
+                              Spec<kIntegers, 3, 16, kSuper, kNoMinima>,   // Q3_K
+                              Spec<kCodes, 4, 32, kHalves, kNoMinima>,     // IQ4_NL
+#if !defined(ISA_wasm)  // the browser's engine has only the most frequent formats
                               Spec<kIntegers, 4, 32, kHalves, kZeroPoints>,  // other files
                               Spec<kIntegers, 8, 32, kHalves, kZeroPoints>,
                               Spec<kIntegers, 8, 32, kHalves, kMinima>,
-                              Spec<kCodes, 4, 32, kHalves, kNoMinima>,      // IQ4_NL
-                              Spec<kCodes, 4, 32, kSuper, kNoMinima>,       // IQ4_XS, IQ3
-                              Spec<kCodes, 4, 32, kPowers, kNoMinima>,      // MXFP4
-                              Spec<kCodes, 4, 16, kFloat8, kNoMinima>,      // NVFP4
-                              Spec<kCodes, 3, 32, kSuper, kNoMinima>,       // IQ1_S, IQ2_XXS
-                              Spec<kCodes, 3, 16, kSuper, kNoMinima>,       // IQ1_M, IQ2_XS, IQ2_S
-                              Spec<kCodes, 2, 32, kSuper, kNoMinima>,       // TQ1_0, TQ2_0
-                              Spec<kCodes, 1, 32, kHalves, kNoMinima>>());  // Q1_0
+                              Spec<kCodes, 4, 32, kPowers, kNoMinima>,  // MXFP4
+                              Spec<kCodes, 4, 16, kFloat8, kNoMinima>,  // NVFP4
+                              Spec<kCodes, 3, 32, kSuper, kNoMinima>,   // IQ1_S, IQ2_XXS
+                              Spec<kCodes, 3, 16, kSuper, kNoMinima>,   // IQ1_M, IQ2_XS, IQ2_S
+                              Spec<kCodes, 2, 32, kSuper, kNoMinima>,   // TQ1_0, TQ2_0
+                              Spec<kCodes, 1, 32, kHalves, kNoMinima>,  // Q1_0
+#endif
+                              Spec<kCodes, 4, 32, kSuper, kNoMinima>>());  // IQ4_XS, IQ3
 }
 
 }  // namespace ISA

@@ -16,6 +16,8 @@
 #include "vec16_avx2.h"
 #elif defined(ISA_neon)
 #include "vec16_neon.h"
+#elif defined(ISA_wasm)
+#include "vec16_wasm.h"
 #else
 #include "vec16_plain.h"
 #endif

@@ -1,0 +1,88 @@
+"""Build the native library for the browser: WebAssembly files beside the page's engine.
+
+    pip install ziglang==0.17.0
+    python tools/build_wasm.py                  # or only some: python tools/build_wasm.py unspool.wasm
+
+The sources are those of the native library; the compiler is Zig's clang, which brings a C++ library
+for WebAssembly. Two files are written: one with the fixed SIMD instructions, which every browser
+has, and one with the relaxed SIMD instructions, which are quicker. The engine chooses when it
+starts. Both are in the repository, with a hash of their sources that a test compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NATIVE = ROOT / "src" / "unspool" / "backends" / "cpu" / "native"
+TARGET = ROOT / "src" / "unspool" / "page" / "tab"
+WORK = ROOT / "build" / "wasm"
+HASH = TARGET / "sources.sha256"
+VARIANTS = {"unspool.wasm": [], "unspool-relaxed.wasm": ["-mrelaxed-simd"]}
+# The functions that the engine calls; what they do not use is left out.
+EXPORTS = (
+    "malloc", "free", "unspool_version", "unspool_packed_bytes", "unspool_repack",
+    "unspool_unpack", "unspool_model_new", "unspool_model_free", "unspool_run",
+    "unspool_run_head", "unspool_copy_page", "unspool_pick", "unspool_leading",
+    "unspool_measure", "unspool_standing", "unspool_exp", "unspool_log",
+)  # fmt: skip
+FLAGS = (
+    "-target", "wasm32-wasi", "-DNDEBUG", "-std=c++17", "-O3", "-msimd128", "-fno-exceptions", "-fno-rtti",
+    "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-DHAS_wasm=1",
+)  # fmt: skip
+
+
+def sources() -> list[Path]:
+    """The C++ files of the library."""
+    return sorted([*NATIVE.glob("*.cpp"), *NATIVE.glob("kernels/*.cpp")])
+
+
+def headers() -> list[Path]:
+    return [*NATIVE.glob("*.h"), *NATIVE.glob("kernels/*.h")]
+
+
+def sources_hash() -> str:
+    """Hash of everything that the WebAssembly files are made of."""
+    digest = hashlib.sha256()
+    for path in sorted([*sources(), *headers(), Path(__file__)]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))
+    return digest.hexdigest()
+
+
+def build(name: str, extra: list[str]) -> None:
+    """Compile what has changed, and link one file."""
+    compiler = [sys.executable, "-m", "ziglang", "c++", *FLAGS, *extra]
+    folder = WORK / name
+    folder.mkdir(parents=True, exist_ok=True)
+    newest = max(path.stat().st_mtime for path in [Path(__file__), *headers()])
+
+    def compile_source(path: Path) -> str:
+        target = folder / f"{path.parent.name}_{path.stem}.o"
+        isa = ["-DISA=wasm", "-DISA_wasm=1"] if path.parent.name == "kernels" else []
+        changed = max(newest, path.stat().st_mtime)
+        if not target.exists() or target.stat().st_mtime < changed:
+            subprocess.run([*compiler, *isa, "-c", str(path), "-o", str(target)], check=True)
+        return str(target)
+
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(compile_source, sources()))
+    exports = [f"-Wl,--export={function}" for function in EXPORTS]
+    link = ["-mexec-model=reactor", "-Wl,--gc-sections", "-Wl,--strip-all", *exports]
+    target = TARGET / name
+    subprocess.run([*compiler, *objects, *link, "-o", str(target)], check=True)
+    print(f"{target.relative_to(ROOT)}  {target.stat().st_size:,} bytes")
+
+
+def main() -> None:
+    TARGET.mkdir(exist_ok=True)
+    for name in sys.argv[1:] or VARIANTS:
+        build(name, VARIANTS[name])
+    HASH.write_text(sources_hash() + "\n")
+
+
+if __name__ == "__main__":
+    main()
