@@ -6,7 +6,7 @@ import {
 } from "./actions.js";
 import { api } from "./api.js";
 import { rebuildOnLoss, saveSessionOnChanges } from "./library/sessions.js";
-import { html, Lazy, listenForDrops, render, storage, useChanges, useEffect, useRef, useState } from "./lib.js";
+import { html, isNarrow, Lazy, listenForDrops, render, storage, useChanges, useEffect, useRef, useState } from "./lib.js";
 import { ModelNotice, restoreModel, shortName } from "./models.js";
 import { followAddress, hrefOf, restoreTab, saveTabOnChanges } from "./navigation.js";
 import { changed, currentBranch, state } from "./state.js";
@@ -226,6 +226,10 @@ function rewriteSelection() {
 
 /** Clear the span, or the selected token with its panel; false if there is neither. */
 function clearSelection() {
+  if (state.library && isNarrow()) { // it is over the text
+    toggleLibrary(false);
+    return true;
+  }
   if (clearSpan()) return true;
   if (state.selected === null && !state.sheet) return false;
   selectToken(null);
