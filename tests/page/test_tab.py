@@ -173,7 +173,7 @@ def requests(ask: Ask) -> Iterator[tuple[str, Any]]:
     yield "futures", post(f"{path}/futures", {"mass": 0.02, "depth": 3, "nodes": 20})
     yield "sampled futures", post(f"{path}/futures", {"mass": 0.02, "depth": 2, "sampled": True})
     for text in ("def f(x):\n\treturn x", "Grüße! 你好 👩‍👩‍👧"):
-        body = {"content": text, "parse_special": False, "with_pieces": True}
+        body = {"content": text, "parse_special": False, "with_pieces": True, "merges": True}
         yield f"tokens of {text}", post("/tokenize", body)
     yield "not a branch", ask("GET", "/v1/tree/branch-0", None)
     yield "out of range", post(f"{path}/fork", {"at": 99})

@@ -2,6 +2,8 @@
 //
 // The same as unspool/text/tokenizer: stream.py, pieces.py and splice.py.
 
+import { readable as readableAlone } from "./tokenizer.js";
+
 const utf8 = new TextEncoder();
 const strict = () => new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 
@@ -55,26 +57,7 @@ export function readable(bytes, partial = []) {
     const head = decodeStrictly([...partial, ...bytes.slice(0, missing)]);
     if (head !== null) return head + readable(bytes.slice(missing));
   }
-  const whole = decodeStrictly(bytes);
-  if (whole !== null) return whole;
-  let text = "";
-  let invalid = [];
-  const flush = () => {
-    if (invalid.length) text += `⟨${invalid.map((byte) => byte.toString(16).padStart(2, "0").toUpperCase()).join(" ")}⟩`;
-    invalid = [];
-  };
-  for (let at = 0; at < bytes.length;) {
-    const size = lengthOf(bytes[at]);
-    const character = size ? decodeStrictly(bytes.slice(at, at + size)) : null;
-    if (character === null || at + size > bytes.length) invalid.push(bytes[at++]);
-    else {
-      flush();
-      text += character;
-      at += size;
-    }
-  }
-  flush();
-  return text;
+  return readableAlone(Uint8Array.from(bytes));
 }
 
 /** Turns the bytes of tokens into text, and ends at the first stop string. */
