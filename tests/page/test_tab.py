@@ -83,20 +83,16 @@ def tab(chromium: Any, host: Host) -> Iterator[Page]:
 
 SEND = """async ([method, path, body]) => {
     const { api } = await import(new URL("page/code/api.js", document.baseURI));
-    const sent = { GET: () => api.get(path), POST: () => api.post(path, body ?? {}), PATCH: () => api.patch(path, body),
-        DELETE: () => api.delete(path) };
-    return sent[method]().catch((error) => ({ status: error.status, code: error.code, param: error.param }));
-}"""
-STREAM = """async ([path, body]) => {
-    const { api } = await import(new URL("page/code/api.js", document.baseURI));
-    const events = [];
-    for await (const { event, data } of api.stream(path, body)) events.push([event, data]);
-    return events;
+    const reply = method === "GET" ? api.get(path) : api.post(path, body ?? {});
+    return reply.catch(({ status, code, param }) => ({ status, code, param }));
 }"""
 
 
 def ask_tab(page: Page) -> Ask:
-    return lambda method, path, body=None: page.evaluate(SEND, [method, path, body])
+    def ask(method: str, path: str, body: Json | None) -> Any:
+        return page.evaluate(SEND, [method, path, body])
+
+    return ask
 
 
 def ask_server(server: Any) -> Ask:
@@ -147,11 +143,17 @@ def requests(ask: Ask) -> Iterator[tuple[str, Any]]:
     path = f"/v1/tree/{chat['id']}"
     yield "resume", post(f"{path}/resume", {"max_tokens": 8})
     yield "try", post(f"{path}/try", {"at": 3, "temperature": 1.5, "top_k": 20, "top": 30})
-    yield "append a turn", post(f"{path}/append", {"message": {"role": "user", "content": "And now?"}})
+    yield (
+        "append a turn",
+        post(f"{path}/append", {"message": {"role": "user", "content": "And now?"}}),
+    )
     yield "resume a chat", post(f"{path}/resume", {"max_tokens": 4, "repetition_penalty": 1.3})
     yield "whole", ask("GET", path, None)
     yield "edit a turn", post(f"{path}/edit", {"first": 38 + 12, "last": 38 + 13, "text": " Or"})
-    yield "edit the prompt", post(f"{path}/edit", {"first": 26, "last": 27, "text": "How", "score": False})
+    yield (
+        "edit the prompt",
+        post(f"{path}/edit", {"first": 26, "last": 27, "text": "How", "score": False}),
+    )
     plain = post("/v1/tree", PLAIN)
     path = f"/v1/tree/{plain['id']}"
     yield "plain", plain
@@ -160,14 +162,20 @@ def requests(ask: Ask) -> Iterator[tuple[str, Any]]:
     chosen = post(f"{path}/choose", {"at": 4, "text": " small green"})
     yield "choose text", chosen
     yield "choose a token", post(f"{path}/choose", {"at": -1, "token": 260, "fork": False})
-    yield "drop", post(f"{path}/edit", {"first": 6, "last": 7, "text": " other words", "after": "drop"})
+    yield (
+        "drop",
+        post(f"{path}/edit", {"first": 6, "last": 7, "text": " other words", "after": "drop"}),
+    )
     edited = post(f"{path}/edit", {"first": 6, "last": 7, "text": " other", "score": False})
     yield "keep", edited
     yield "score", post(f"/v1/tree/{edited['id']}/score")
     yield "scored", ask("GET", f"/v1/tree/{edited['id']}", None)
     yield "samples", post(f"{path}/resume", {"n": 2, "max_tokens": 3, "seed": 5})
     yield "rewind", post(f"{path}/rewind", {"to": 2})
-    yield "stop string", post(f"{path}/resume", {"max_tokens": 9, "stop": ["e", "zz"], "temperature": 0})
+    yield (
+        "stop string",
+        post(f"{path}/resume", {"max_tokens": 9, "stop": ["e", "zz"], "temperature": 0}),
+    )
     yield "look", ask("GET", f"{path}/look?at=3&include=attention,vectors&top=4&heads=true", None)
     yield "lens", ask("GET", f"{path}/look?step=1&include=lens&top=3", None)
     yield "futures", post(f"{path}/futures", {"mass": 0.02, "depth": 3, "nodes": 20})
@@ -204,8 +212,15 @@ def test_fifty_texts_are_those_of_the_command_line(
         names = ("a cat", "the sea", "my king", "old maps", "rain")
         for seed in range(50):
             prompt = f"Tell me of {names[seed % 5]}"
-            settings = {"temperature": 0.5 + seed / 50, "top_k": seed, "max_tokens": 3, "seed": seed}
-            created = ask("POST", "/v1/tree", {"prompt": prompt, "trace": False, "top": 0, **settings})
+            settings = {
+                "temperature": 0.5 + seed / 50,
+                "top_k": seed,
+                "max_tokens": 3,
+                "seed": seed,
+            }
+            created = ask(
+                "POST", "/v1/tree", {"prompt": prompt, "trace": False, "top": 0, **settings}
+            )
             answer = ask("POST", f"/v1/tree/{created['id']}/resume", {})
             expected = real_lm.generate(prompt, **settings).tokens
             assert [step["token"] for step in answer["steps"]] == expected, (prompt, settings)
@@ -215,7 +230,7 @@ def test_fifty_texts_are_those_of_the_command_line(
 
 
 def test_write_choose_and_reload_without_a_network(chromium: Any, host: Host) -> None:
-    """Writing in the page; after a reload without any server, the text is still there and goes on."""
+    """Writing in the page; after a reload without any server, the text is there and continues."""
     other = Host(host.folder)
     other.start()
     context = chromium.browser.new_context(viewport={"width": 1280, "height": 800})
@@ -244,7 +259,11 @@ def test_write_choose_and_reload_without_a_network(chromium: Any, host: Host) ->
 
 
 def test_a_link_opens_the_text(tab: Page, host: Host) -> None:
-    tab.evaluate("import(new URL('page/code/state.js', document.baseURI)).then(({ state }) => { state.settings.max_tokens = 9; })")
+    tab.evaluate(
+        """import(new URL("page/code/state.js", document.baseURI)).then(({ state }) => {
+            state.settings.max_tokens = 9;
+        })"""
+    )
     start_writing(tab, "Once upon a time")
     finished(tab)
     tokens(tab).nth(4).click()

@@ -1,9 +1,9 @@
 """`unspool page --static DIR`: the page as a folder for any file host, with the engine in the tab.
 
-    DIR/index.html          the page; names the model
-    DIR/sw.js               makes it work offline after the first visit
-    DIR/page/               the page's files, without the views that need a server
-    DIR/model/NAME.gguf     the model, unless the page loads it from an address
+DIR/index.html          the page; names the model
+DIR/sw.js               makes it work offline after the first visit
+DIR/page/               the page's files, without the views that need a server
+DIR/model/NAME.gguf     the model, unless the page loads it from an address
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _SERVER_ONLY = (
 )  # fmt: skip
 _WORKER = "tab/service_worker.js"
 _POLICY = (
-    "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self'; worker-src 'self'; "
-    "img-src 'self' data: blob:; connect-src 'self' https: blob:; base-uri 'none'; form-action 'none'"
+    "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self'; "
+    "worker-src 'self'; img-src 'self' data: blob:; connect-src 'self' https: blob:; "
+    "base-uri 'none'; form-action 'none'"
 )
 
 
@@ -42,7 +43,9 @@ def write_static(folder: Path, model: Path | str) -> int:
         raise UnspoolError(f"--static must be a folder, got the file {folder}")
     is_page = not folder.exists() or not any(folder.iterdir()) or (folder / "sw.js").is_file()
     if not is_page:
-        raise UnspoolError(f"--static must be a new or empty folder, or an earlier page; {folder} has other files")
+        raise UnspoolError(
+            f"--static must be a new or empty folder, or an earlier page; {folder} has other files"
+        )
     shutil.rmtree(folder / "page", ignore_errors=True)
     files = {name: path.read_bytes() for name, path in _page_files().items()}
     service_worker = files.pop(_WORKER).decode()
@@ -98,7 +101,10 @@ def _with_file_list(service_worker: str, files: dict[str, bytes]) -> str:
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
         digest.update(f"{name} {len(content)} ".encode() + content)
-    version, names = digest.hexdigest()[:16], ["./", *(name for name in sorted(files) if name != "index.html")]
+    version, names = (
+        digest.hexdigest()[:16],
+        ["./", *(name for name in sorted(files) if name != "index.html")],
+    )
     head = f"const VERSION = {json.dumps(version)};\nconst FILES = {json.dumps(names)};\n"
     return head + service_worker
 
