@@ -141,9 +141,7 @@ def test_the_same_seed_gives_the_same_texts(small_default: Path, small_lm: Any, 
 
 
 @needs_node
-def test_branches_share_pages_and_give_the_logits_of_fresh_ones(
-    small_default: Path, small_lm: Any
-):
+def test_branches_share_pages_and_give_the_logits_of_fresh_ones(small_default: Path, small_lm: Any):
     ids, first, second = list(range(100, 140)), [7000, 7001, 7002], list(range(8000, 8020))
     for length in (40, 33, 32, 17):
         (result,) = run_tab(
@@ -210,9 +208,7 @@ def test_looks_inside_are_those_of_the_native_library(small_default: Path, small
 
 
 @needs_node
-def test_what_the_tab_cannot_run_is_refused_with_a_reason(
-    small_default: Path, tmp_path: Path
-):
+def test_what_the_tab_cannot_run_is_refused_with_a_reason(small_default: Path, tmp_path: Path):
     content = small_default.read_bytes()
     cases = {
         "text.gguf": (b"not a model at all, only text", "not_a_model", "not a GGUF"),
