@@ -25,7 +25,7 @@ const SPLITS = {
 const WHOLE_WORDS = new Set(["llama-bpe"]); // a word that is a token is not merged
 const ADDS_BOS = new Set(["llama-bpe"]);
 
-// No vocabulary uses these as ordinary text, so they are control tokens whatever the file says.
+// No vocabulary uses these as ordinary text, so they are control tokens even if the file does not say so.
 const END_TEXTS = [
   "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|fim_pad|>",
   "<|fim_repo|>", "<|repo_name|>", "<|file_sep|>",
@@ -121,8 +121,8 @@ export class Tokenizer {
 
   /** Merge the pair of neighbours with the best rank, leftmost first, while there is one; `report` gets each merge. */
   merge(pieces, report = () => {}) {
-    const whole = pieces.join("");
-    if (this.usesWholeWords && this.isText(whole)) return [whole];
+    const word = pieces.join("");
+    if (this.usesWholeWords && this.isText(word)) return [word];
     const parts = pieces.filter((piece) => this.isText(piece));
     const rankAt = (n) => {
       const rank = this.ranks.get(`${parts[n]} ${parts[n + 1]}`);
