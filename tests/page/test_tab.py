@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import http.server
+import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from playwright.sync_api import BrowserContext, Page, expect
 
 from helpers.page_actions import finished, open_panel, open_view, start_writing, tokens
 from helpers.page_colors import check_looks
+from unspool.errors import UnspoolError
+from unspool.page.files import FOLDER
 from unspool.page.static import write_static
 
 Json = dict[str, Any]
@@ -187,6 +191,35 @@ def requests(ask: Ask) -> Iterator[tuple[str, Any]]:
     yield "out of range", post(f"{path}/fork", {"at": 99})
     yield "nothing to append", post(f"{path}/append")
     yield "bad setting", post(f"{path}/resume", {"top_p": 2})
+
+
+def test_the_folder_has_what_the_page_needs_and_no_more(tmp_path: Path) -> None:
+    address = "https://example.org/model.gguf"
+    size, compressed = write_static(tmp_path / "site", address)
+    site = tmp_path / "site"
+    assert compressed < 800_000 and size < 2_000_000
+    assert address in (site / "index.html").read_text("utf-8") and not (site / "model").exists()
+    worker = (site / "sw.js").read_text("utf-8")
+    names = set(json.loads(re.findall(r"const FILES = (.*);", worker)[0]))
+    written = {file.relative_to(site).as_posix() for file in site.rglob("*") if file.is_file()}
+    assert names - {"./"} == written - {"index.html", "sw.js"}
+    server_only = set(_views(r"[^\n]*needsServer"))
+    for path in (site / "page").rglob("*.js"):
+        for name in re.findall(r"""from ?["'](\.[^"']+)""", path.read_text("utf-8")):
+            assert (path.parent / name).is_file(), f"{path.name} imports {name}"
+    code = site / "page" / "code"
+    for name in _views(""):
+        assert (code / name).is_file() or name in server_only, name
+    write_static(site, address)  # again, over the page before
+    with pytest.raises(UnspoolError, match="has other files"):
+        write_static(tmp_path, address)
+    with pytest.raises(UnspoolError, match="https address of a GGUF file"):
+        write_static(site, "http://example.org/model.bin")
+
+
+def _views(more: str) -> list[str]:
+    views = (FOLDER / "code" / "views.js").read_text("utf-8")
+    return re.findall(r'file: "\./([^"]+)"' + more, views)
 
 
 def test_the_tab_answers_as_the_server(tab: Page, small_server: Any) -> None:
