@@ -1,4 +1,4 @@
-"""The engine of the browser tab, run by node: the same numbers, tokens and texts as the native library."""
+"""The engine of the browser tab, run by node: its numbers and texts are the native library's."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
 
 
 def run_tab(model: Path, *requests: dict[str, Any], variant: str = "simd128") -> list[Any]:
-    command = [str(NODE), "--no-warnings", "--experimental-wasm-relaxed-simd", str(SCRIPT)]
+    # Node 20 has relaxed SIMD only as an experiment: its quick compiler makes wrong code of it.
+    options = ["--no-warnings", "--experimental-wasm-relaxed-simd", "--no-liftoff"]
+    options = options if variant == "relaxed" else options[:1]
     done = subprocess.run(
-        [*command, str(model), variant], input=json.dumps(requests), capture_output=True,
-        text=True, timeout=300,
+        [str(NODE), *options, str(SCRIPT), str(model), variant], input=json.dumps(requests),
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     results: list[Any] = json.loads(done.stdout)
@@ -131,9 +133,7 @@ def test_the_same_seed_gives_the_same_texts(small_default: Path, small_lm: Any, 
          "count": 12}
         for settings in every_settings
     ]  # fmt: skip
-    bans = {token: -100 for token in small_lm.end_ids}
     results = run_tab(small_default, *requests, variant=variant)
-    assert bans  # the small model never writes them
     for settings, written in zip(every_settings, results, strict=True):
         for sample, (ids, tokens) in enumerate(zip(texts, written, strict=True)):
             generation = small_lm.generate(ids, max_tokens=12, sample=sample, **settings)
@@ -200,11 +200,16 @@ def test_steps_report_what_the_stages_of_the_chain_did(
 @needs_node
 def test_looks_inside_are_those_of_the_native_library(small_default: Path, small_lm: Any):
     ids, index = list(range(300, 340)), 21
-    (seen,) = run_tab(small_default, {"action": "look", "ids": ids, "index": index})
-    with small_lm.open_branch([]) as branch:
-        computed = small_lm.engine.look(branch, ids, at=frozenset({index}))
-    (inside,) = computed.inside.values() if hasattr(computed, "inside") else computed
-    assert inside is not None and seen["lens"]
+    (look,) = run_tab(small_default, {"action": "look", "ids": ids, "index": index})
+    with small_lm.open_branch(ids[:1]) as branch:
+        computed = small_lm.engine.look(branch, ids[1:], at=frozenset({index}))
+    (inside,) = computed.inside
+    assert np.array_equal(floats(look["hidden"]), inside.residuals.reshape(-1))
+    assert np.array_equal(floats(look["attention"]), inside.attention[0].reshape(-1))
+    for layer, candidates in enumerate(look["lens"]):
+        logits = small_lm.model.logits(inside.residuals[layer])[0]
+        best = np.argsort(-logits, kind="stable")[:3]
+        assert [candidate["token"] for candidate in candidates] == best.tolist()
 
 
 @needs_node

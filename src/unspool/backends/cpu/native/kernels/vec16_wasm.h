@@ -55,7 +55,8 @@ inline UNSPOOL_NOINLINE void fma_each(const F32x16& a, const F32x16& b, F32x16& 
 // In doubles the product is exact, and the sum is rounded to 53 bits. Rounding that to a float
 // rounds twice, which differs only where the first result lies in the middle between two floats:
 // then its low 29 bits are a one and zeros. Floats below 2^-126 have fewer bits. Both are rare.
-inline UNSPOOL_NOINLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+// Not inlined: it would make the library twice as large.
+inline UNSPOOL_NOINLINE F32x16 fma(const F32x16& a, const F32x16& b, const F32x16& c) {
     F32x16 out;
     v128_t is_rare = wasm_i64x2_const_splat(0);
     const v128_t low_bits = wasm_i64x2_const_splat((int64_t{1} << 29) - 1);
@@ -75,8 +76,8 @@ inline UNSPOOL_NOINLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
         out.v[i] = wasm_i64x2_shuffle(sum_of(a.v[i], b.v[i], c.v[i]),
                                       sum_of(high(a.v[i]), high(b.v[i]), high(c.v[i])), 0, 2);
     if (__builtin_expect(wasm_v128_any_true(is_rare), 0)) {
-        fma_each(a, b, c);
-        return c;
+        out = c;
+        fma_each(a, b, out);
     }
     return out;
 }
