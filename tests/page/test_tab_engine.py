@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from unspool.sampling import SamplingSettings
-from unspool.sampling.chain import Chain
+from unspool.sampling.chain import Chain, Pick
 from unspool.sampling.rows import RowInput
 
 ROOT = Path(__file__).parents[2]
@@ -143,11 +143,10 @@ def test_the_same_seed_gives_the_same_texts(small_default: Path, small_lm: Any, 
 @needs_node
 def test_branches_share_pages_and_give_the_logits_of_fresh_ones(small_default: Path, small_lm: Any):
     ids, first, second = list(range(100, 140)), [7000, 7001, 7002], list(range(8000, 8020))
-    for length in (40, 33, 32, 17):
-        (result,) = run_tab(
-            small_default,
-            {"action": "tree", "ids": ids, "first": first, "second": second, "length": length},
-        )
+    lengths = (40, 33, 32, 17)
+    tree = {"action": "tree", "ids": ids, "first": first, "second": second}
+    results = run_tab(small_default, *({**tree, "length": length} for length in lengths))
+    for length, result in zip(lengths, results, strict=True):
         early, late, again, back = map(floats, result["logits"])
         assert np.array_equal(early, logits_after(small_lm, ids[:length] + first))
         assert np.array_equal(late, logits_after(small_lm, ids[: length - 1] + second))
@@ -157,27 +156,27 @@ def test_branches_share_pages_and_give_the_logits_of_fresh_ones(small_default: P
 
 
 @needs_node
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_steps_report_what_the_stages_of_the_chain_did(small_default: Path, small_lm: Any):
+    every_settings: list[dict[str, Any]] = [
         {},
         {"temperature": 0.0, "repetition_penalty": 1.3},
         {"top_k": 0, "top_p": 0.5, "min_p": 0.1, "temperature": 1.5, "frequency_penalty": 0.5},
         {"top_k": 3, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0, "presence_penalty": 1.0},
         {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
-    ],
-)
-def test_steps_report_what_the_stages_of_the_chain_did(
-    small_default: Path, small_lm: Any, settings: dict[str, Any]
-):
+    ]
     ids = [5000, 5001, 5002, 5001]
-    (step,) = run_tab(
+    row, logits = RowInput(np.array(ids), position=len(ids)), logits_after(small_lm, ids)
+    request = {"action": "step", "ids": ids, "promptLength": 2}
+    steps = run_tab(
         small_default,
-        {"action": "step", "ids": ids, "settings": {**settings, "seed": 3}, "promptLength": 2},
+        *({**request, "settings": {**settings, "seed": 3}} for settings in every_settings),
     )
-    chain = Chain(SamplingSettings(seed=3, **settings))
-    row = RowInput(np.array(ids), position=len(ids))
-    pick = chain.pick_one(logits_after(small_lm, ids), row, top=5, explain=True)
+    for settings, step in zip(every_settings, steps, strict=True):
+        chain = Chain(SamplingSettings(seed=3, **settings))
+        check_step(step, chain.pick_one(logits, row, top=5, explain=True))
+
+
+def check_step(step: dict[str, Any], pick: Pick) -> None:
     assert step["token"] == pick.token and step["rank"] == pick.rank
     values = [step["logprob"], step["entropy"], step["probability"]]
     assert values == pytest.approx([pick.logprob, pick.entropy, pick.probability], abs=1e-6)
