@@ -11,12 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
+import unspool
+from helpers.paged_texts import random_blocks
 from unspool.sampling import SamplingSettings
 from unspool.sampling.chain import Chain, Pick
 from unspool.sampling.rows import RowInput
+from unspool.text.tokenizer.gguf import TokenType
+from unspool.text.tokenizer.pieces import byte_characters
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "helpers" / "tab_engine.mjs"
@@ -209,6 +214,85 @@ def test_looks_inside_are_those_of_the_native_library(small_default: Path, small
         logits = small_lm.model.logits(inside.residuals[layer])[0]
         best = np.argsort(-logits, kind="stable")[:3]
         assert [candidate["token"] for candidate in candidates] == best.tolist()
+
+
+def write_model(path: Path, family: str) -> None:
+    """A random model of two layers whose matrices have all the types that the tab reads."""
+    width, inner, heads, kv_heads, vocab_size = 256, 512, 4, 2, 320
+    types = [
+        "Q4_0", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+        "F16", "BF16", "Q4_1",
+    ]  # fmt: skip
+    rng = np.random.default_rng(5)
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(2)
+    writer.add_context_length(512)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(width // heads)
+    writer.add_value_length(width // heads)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([*byte_characters(), *(f"<{n}>" for n in range(256, vocab_size))])
+    writer.add_token_types([TokenType.NORMAL] * vocab_size)
+    writer.add_token_merges(["a b"])
+
+    def add(name: str, kind: str, rows: int, columns: int) -> None:
+        data = random_blocks(kind, rows, columns, rng).data
+        if kind == "BF16":
+            data = data.view(np.uint8)
+        is_float = kind in ("F16", "F32")
+        raw = None if is_float else gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=raw)
+
+    def add_vector(name: str, size: int, mean: float = 0.0) -> None:
+        writer.add_tensor(name, (mean + 0.1 * rng.standard_normal(size)).astype(np.float32))
+
+    add("token_embd", "Q8_0", vocab_size, width)
+    add("output", "Q6_K", vocab_size, width)
+    add_vector("output_norm.weight", width, 1.0)
+    key_width = width // heads * kv_heads
+    for block in ("blk.0", "blk.1"):
+        sizes = {
+            "attn_q": (width, width), "attn_k": (key_width, width), "attn_v": (key_width, width),
+            "attn_output": (width, width), "ffn_gate": (inner, width), "ffn_up": (inner, width),
+            "ffn_down": (width, inner),
+        }  # fmt: skip
+        for name, (rows, columns) in sizes.items():
+            add(f"{block}.{name}", types.pop(0), rows, columns)
+        for name in ("attn_norm", "ffn_norm"):
+            add_vector(f"{block}.{name}.weight", width, 1.0)
+        if family == "qwen2":
+            for name in ("attn_q", "attn_k", "attn_v"):
+                add_vector(f"{block}.{name}.bias", sizes[name][0])
+        if family == "qwen3":
+            for name in ("attn_q_norm", "attn_k_norm"):
+                add_vector(f"{block}.{name}.weight", width // heads, 1.0)
+    if family == "llama":
+        add_vector("rope_freqs.weight", width // heads // 2, 2.0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@needs_node
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_models_of_other_families_and_types_have_the_same_logits(family: str, tmp_path: Path):
+    path = tmp_path / "model.gguf"
+    write_model(path, family)
+    ids = [int(token) for token in np.random.default_rng(1).integers(0, 320, 150)]
+    requests = [{"action": "logits", "ids": part} for part in (ids, ids[:5])]
+    results = run_tab(path, *requests)
+    with unspool.load(path, memory=64 << 20, threads=1) as lm:
+        for request, result in zip(requests, results, strict=True):
+            expected = logits_after(lm, request["ids"])
+            assert np.isfinite(expected).all()
+            assert np.array_equal(floats(result), expected)
 
 
 @needs_node
