@@ -158,9 +158,37 @@ def steering_table(results: dict[str, Any], selection: str) -> str:
     return "\n".join(lines)
 
 
+def interpretability_table(results: dict[str, Any], selection: str) -> str:
+    """Induction heads of each model, and what is lost without them (bench/interpretability.py)."""
+    names = {name: name.split(".gguf")[0] for name in results["models"]}
+    if selection == "heads":
+        lines = ["| model | heads with the highest prefix-matching scores |", "|---|---|"]
+        for name, result in results["models"].items():
+            best = result["induction"]["best"][:8]
+            listed = ", ".join(f"{h['layer']}.{h['head']} ({h['score']:.2f})" for h in best)
+            lines.append(f"| {names[name]} | {listed} |")
+        return "\n".join(lines)
+    lines = [
+        "| model | first half | second half | heads removed | second half without the best | "
+        "without random ones (mean, worst) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, result in results["models"].items():
+        induction = result["induction"]
+        start = f"| {names[name]} | {induction['loss_first']:.2f} | {induction['loss_second']:.2f} "
+        for row in induction["knock_outs"]:
+            lines.append(
+                f"{start}| {row['heads']} | {row['loss']:.2f} | {row['loss_random']:.2f}, "
+                f"{row['loss_random_max']:.2f} |"
+            )
+            start = "| | | "
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[dict[str, Any], str], str]] = {
     "cpu": cpu_table,
     "gpu": gpu_table,
+    "interpretability": interpretability_table,
     "steering": steering_table,
 }
 

@@ -63,7 +63,7 @@ class Feature:
 
 _TRAIN = (
     "new", "tune", "dpo", "grpo", "twin", "merge", "task", "runs", "data", "tokenizer", "judge",
-    "export", "scaling",
+    "export", "scaling", "sae",
 )  # fmt: skip
 
 FEATURES = (

@@ -51,8 +51,10 @@ if TYPE_CHECKING:
     from unspool.lens.activation_cache import ActivationCache, Layers, Names, Positions
     from unspool.lens.activation_files import SavedActivations
     from unspool.lens.activations import Activations, TextLike
+    from unspool.lens.affine_lens import AffineLens, LensKind
     from unspool.lens.attribution import Attribution
     from unspool.lens.embeddings import Neighbour
+    from unspool.lens.gradients import TokenAttribution
     from unspool.lens.logit_lens import LogitLens
     from unspool.lens.patching import Axis, Sweep
     from unspool.lens.replay import Replay
@@ -811,6 +813,7 @@ class LanguageModel(Session):
         layers: Layers = None,
         positions: Positions = None,
         heads: Sequence[int] | None = None,
+        approximate: bool = False,
         progress: bool = True,
     ) -> Sweep:
         """Activation patching: which activations carry what the two texts differ in.
@@ -824,6 +827,8 @@ class LanguageModel(Session):
         site               what is replaced; see `activations`.
         sweep              axes of the table: "layer", "position", "head"; others are replaced
                            together. By default layer and position, for head_out layer and head.
+        approximate        estimate all cells from one gradient (attribution patching); needs
+                           backend="torch", and an answer.
         """
         from unspool.lens.patching import patch
 
@@ -839,6 +844,7 @@ class LanguageModel(Session):
             layers=layers,
             positions=positions,
             heads=heads,
+            approximate=approximate,
             progress=progress,
         )
 
@@ -894,6 +900,21 @@ class LanguageModel(Session):
 
         return features(self, text, sae, top=top)
 
+    def add_autoencoder(
+        self, sae: str | Path | SparseAutoencoder, name: str | None = None
+    ) -> SparseAutoencoder:
+        """Load a sparse autoencoder (see `load_sae`), and register its name for the page.
+
+        lm.add_autoencoder("sae-15")
+        """
+        from unspool.lens.sae import SparseAutoencoder, check_model, load_sae
+
+        loaded = sae if isinstance(sae, SparseAutoencoder) else load_sae(sae)
+        check_model(loaded, self.config)
+        label = name or loaded.name or "sae"
+        self._shared.autoencoders = {**self._shared.autoencoders, label: loaded}
+        return loaded
+
     def feature_examples(
         self, texts: Iterable[TextLike], sae: SparseAutoencoder, feature: int, n: int = 10
     ) -> list[FeatureExample]:
@@ -921,6 +942,7 @@ class LanguageModel(Session):
         top: int = 5,
         token: int | str | None = None,
         full_vocabulary: bool = False,
+        lens: str | AffineLens = "logit",
     ) -> LogitLens:
         """Logit lens: the next-token distribution of each layer, as if it were the last.
 
@@ -929,6 +951,8 @@ class LanguageModel(Session):
                  sampled or, at the end of a text, the most likely one.
         top      number of candidates of each layer.
         full_vocabulary   also return every layer's log-probabilities of the whole vocabulary.
+        lens     "logit", the name of a loaded lens ("tuned" and "jacobian" come with the default
+                 model), or a result of `fit_lens`.
         """
         from unspool.lens.logit_lens import logit_lens
 
@@ -938,7 +962,78 @@ class LanguageModel(Session):
             top=top,
             token=token,
             full_vocabulary=full_vocabulary,
+            lens=self.find_lens(lens),
         )
+
+    def fit_lens(
+        self,
+        texts: Sequence[Prompt],
+        *,
+        kind: LensKind = "tuned",
+        rank: int = 64,
+        max_tokens: int = 256,
+        probes: int = 1,
+        progress: bool = True,
+    ) -> AffineLens:
+        """Fit a lens that translates each layer's vector before the output head reads it.
+
+        kind         "tuned": regression of the final vector (tuned lens). "jacobian": the mean
+                     Jacobian of the final vector; needs backend="torch".
+        rank         of the change to the vector; a lens of a higher rank is a larger file.
+        max_tokens   of each text; the start is used.
+        probes       of "jacobian": backward passes for each text. 0: the exact Jacobian, which
+                     takes one for each token and dimension.
+
+        A tuned lens needs tens of thousands of tokens like those it will read.
+        """
+        from unspool.lens.affine_lens import fit_lens
+
+        return fit_lens(
+            self,
+            texts,
+            kind=kind,
+            rank=rank,
+            max_tokens=max_tokens,
+            probes=probes,
+            progress=progress,
+        )
+
+    def load_lens(self, lens: str | Path | AffineLens, name: str | None = None) -> AffineLens:
+        """Load a file that `AffineLens.save` wrote, and register its name for `logit_lens`."""
+        from unspool.lens.affine_lens import AffineLens, load_lens
+
+        loaded = lens if isinstance(lens, AffineLens) else load_lens(lens)
+        self._check_lens(loaded)
+        self._shared.lenses = {**self.lenses, name or loaded.name: loaded}
+        return loaded
+
+    @property
+    def lenses(self) -> dict[str, AffineLens]:
+        """Lenses that `logit_lens` can name beside "logit"; the default model has some."""
+        if self._shared.lenses is None:
+            from unspool.lens.affine_lens import shipped_lenses
+
+            shape = self.config.layers, self.config.width
+            self._shared.lenses = shipped_lenses(shape) if self.is_default else {}
+        return dict(self._shared.lenses)
+
+    def find_lens(self, lens: str | AffineLens) -> AffineLens | None:
+        """Return a lens by its name; "logit" is None."""
+        if lens == "logit":
+            return None
+        if not isinstance(lens, str):
+            self._check_lens(lens)
+            return lens
+        if lens not in self.lenses:
+            names = ", ".join(("logit", *self.lenses))
+            raise SettingsError(
+                f"there is no lens {lens[:100]!r} (loaded: {names}); load one with "
+                "lm.load_lens(path)"
+            )
+        return self.lenses[lens]
+
+    def _check_lens(self, lens: AffineLens) -> None:
+        lens.check_model(self.config.layers, self.config.width, self.model.fingerprint())
 
     def attribution(
         self,
@@ -958,6 +1053,40 @@ class LanguageModel(Session):
         from unspool.lens.attribution import attribution
 
         return attribution(self, self._look_at(text, position), token=token, against=against)
+
+    def token_attribution(
+        self,
+        text: TextLike,
+        position: int = -1,
+        *,
+        token: int | str | None = None,
+        against: int | str | None = None,
+        method: Literal["integrated", "gradient_x_input"] = "integrated",
+        baseline: TextLike | None = None,
+        steps: int = 64,
+    ) -> TokenAttribution:
+        """Attribute a token's logit to the tokens of the text, by gradients; needs backend="torch".
+
+        text, position   a text, and the position that predicts the token.
+        token, against   as in `attribution`; `against` is a token.
+        method           "integrated": integrated gradients; their sum is the logit minus that of
+                         the baseline. "gradient_x_input": the gradient times the embedding.
+        baseline         where the path of integrated gradients starts: a text of as many tokens;
+                         None: embeddings of zero.
+        steps            points on the path; more are more exact (see `gap` of the result).
+        """
+        from unspool.lens.gradients import token_attribution
+
+        return token_attribution(
+            self,
+            text,
+            position,
+            token=token,
+            against=against,
+            method=method,
+            baseline=baseline,
+            steps=steps,
+        )
 
     def neighbours(self, token: int | str, count: int = 10) -> tuple[Neighbour, ...]:
         """Return the tokens with the most similar embeddings (by cosine), nearest first.

@@ -61,6 +61,8 @@ from unspool.text.tokenizer.pieces import incomplete_utf8, readable_pieces
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from unspool.lens.affine_lens import AffineLens
+    from unspool.lens.sae import SparseAutoencoder
     from unspool.lens.steering import SteeringVector
     from unspool.model.layers.transformer import Transformer
     from unspool.text.chat.template import ChatPrompt, ChatTemplate
@@ -494,6 +496,13 @@ class Session:
             check_fits(len(ids), self.context, self.config.context)
         return ids
 
+    # -- sparse autoencoders ----------------------------------------------------------------
+
+    @property
+    def autoencoders(self) -> dict[str, SparseAutoencoder]:
+        """Sparse autoencoders by name; `LanguageModel.add_autoencoder` adds one."""
+        return dict(self._shared.autoencoders)
+
     # -- scoring ----------------------------------------------------------------------------
 
     def score(
@@ -592,6 +601,8 @@ class _Shared:
         self.is_closed = False
         # By name; None: those of the default model are not read yet.
         self.steering_vectors: dict[str, SteeringVector] | None = None
+        self.autoencoders: dict[str, SparseAutoencoder] = {}
+        self.lenses: dict[str, AffineLens] | None = None
         self.lock = threading.Lock()  # held while the engine starts or closes
 
 

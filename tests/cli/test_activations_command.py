@@ -1,4 +1,4 @@
-"""`unspool activations`, `patch` and `vector`, and `--steer`, on a tiny model."""
+"""`unspool activations`, `vector`, `lens`, `patch`, `attribute` and `--steer`, on a tiny model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import unspool as package
 from unspool.cli.activations import parse_layers
 from unspool.errors import SettingsError
 from unspool.lens.steering import SteeringVector, load_steering_vector
@@ -84,6 +85,41 @@ def test_patching_prints_a_table(unspool: Any, words: Any):
     assert code == 0 and len(out.splitlines()) == 21  # a list of the strongest cells
     code, _, err = unspool("patch", "The red row", "The tree", "--answer", " the")
     assert code == 2 and "same number of tokens" in err
+
+
+def test_a_lens_is_fitted_and_saved(unspool: Any, words: Any, corpus: Path, tmp_path: Path):
+    file = tmp_path / "tuned.safetensors"
+    code, out, err = unspool("lens", str(corpus), str(file), "--rank", "8")
+    assert code == 0 and out == "" and "tuned lens of rank 8" in err
+    fitted = words.fit_lens(TEXTS, rank=8, progress=False)
+    loaded = words.load_lens(file)
+    np.testing.assert_allclose(loaded.bias, fitted.bias, atol=1e-5)
+    assert loaded.num_tokens == fitted.num_tokens
+    code, _, err = unspool("lens", str(corpus), str(file), "--kind", "round")
+    assert code == 2 and "kind must be tuned or jacobian" in err
+    code, _, err = unspool("lens", str(corpus), str(file), "--kind", "jacobian")
+    assert code == 2 and "backend='torch'" in err  # of the loaded model, which is another one
+
+
+def test_gradients_on_the_command_line(
+    words_folder: Path, unspool: Any, monkeypatch: pytest.MonkeyPatch
+):
+    lm = package.load(words_folder, backend="torch", memory=8 << 20)
+    monkeypatch.setattr("unspool.loading.load", lambda *args, **options: lm)
+    with lm:
+        text = "The red row"
+        arguments = ["attribute", text, "--token", " the", "--steps", "8"]
+        code, out, _ = unspool(*arguments, "--json")
+        expected = lm.token_attribution(text, token=" the", steps=8)
+        values = [item["value"] for item in json.loads(out)["values"]]
+        assert code == 0
+        np.testing.assert_allclose(values, [item.value for item in expected.values], atol=1e-5)
+        code, out, _ = unspool(*arguments)
+        assert code == 0 and len(out.splitlines()) == len(values) + 2
+        texts = ["The red row", "The blue row"]
+        code, out, _ = unspool("patch", *texts, "--answer", " the", "--approximate", "--json")
+        sweep = lm.patch(*texts, answer=" the", approximate=True, progress=False)
+        np.testing.assert_allclose(json.loads(out)["values"], sweep.values, atol=1e-5)
 
 
 def test_layer_numbers():

@@ -126,6 +126,23 @@ def test_a_word_is_replaced_by_a_word(worded):
             assert item.score - last.score == pytest.approx(gain, abs=5e-3)
 
 
+def test_a_shortlist_has_the_scores_of_the_whole_ranking(worded):
+    doubts, _ = score_doubts(worded, TEXT)
+    how = draft_settings(worded, {}, candidates=8, drafts=2)
+    for unit in split_units(TEXT, doubts)[:2]:
+        scores = {
+            filled.texts: filled.score
+            for filled in propose_replacements(worded, TEXT, unit, how, reach=6)
+        }
+        short = propose_replacements(worded, TEXT, unit, how, reach=6, shortlist=2)
+        assert (unit.text,) in {filled.texts for filled in short}
+        if len(short) <= 3:  # otherwise the current word is clearly the best
+            best = {filled.texts: filled.score for filled in short}
+            gaps = [best[texts] - best[(unit.text,)] for texts in best]
+            expected = [scores[texts] - scores[(unit.text,)] for texts in best]
+            assert gaps == pytest.approx(expected, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [

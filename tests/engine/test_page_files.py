@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from helpers.recurrent_texts import SHAPES, checkpoint
 from unspool.backends.cpu.model import CpuModel
 from unspool.engine.engine import Engine
-from unspool.engine.page_files import CHUNK, PageFiles, StoredPages, read_tokens
+from unspool.engine.page_files import CHUNK, PageFiles, StoredPages, read_tokens, remove_unfinished
 from unspool.engine.request import Limits, Request
 from unspool.model.adapters import Adapter, LowRank, adaptable_shapes
 from unspool.model.files.checkpoint import load_transformer
@@ -154,13 +156,13 @@ def test_texts_share_files_and_grow(tmp_path: Path):
         files.save(engine, tokens[:length])
         saved = sorted(int(path.name.split("-")[1]) for path in files.folder.iterdir())
         assert sum(saved) == length - 1 and len(saved) == -(-length // CHUNK)
-    before = {path.name: path.stat().st_mtime_ns for path in files.folder.iterdir()}
+    before = {path.name: path.stat().st_ino for path in files.folder.iterdir()}
     files.save(engine, tokens[: 3 * CHUNK - 10])
-    assert {path.name: path.stat().st_mtime_ns for path in files.folder.iterdir()} == before
+    assert {path.name: path.stat().st_ino for path in files.folder.iterdir()} == before
     engine.close()
 
 
-@pytest.mark.parametrize("damage", ["bit", "short", "long", "empty", "header", "model"])
+@pytest.mark.parametrize("damage", ["bit", "short", "long", "empty", "header", "model", "tokens"])
 def test_a_damaged_or_foreign_file_is_removed_and_the_text_computed_again(
     damage: str, tmp_path: Path
 ):
@@ -177,6 +179,8 @@ def test_a_damaged_or_foreign_file_is_removed_and_the_text_computed_again(
             content[-300] ^= 4
         elif damage == "header":
             content[40] ^= 4
+        elif damage == "tokens":  # of the header: pages must not be used for another text
+            content[content.index(b'"tokens":[') + 10] ^= 1
         elif damage == "model":
             content = bytearray(bytes(content).replace(b'"identity":"m"', b'"identity":"n"'))
         data = {"short": content[:-1], "long": content + b"x", "empty": b""}.get(damage, content)
@@ -208,6 +212,33 @@ def test_files_are_evicted_by_size_and_a_small_cache_takes_what_fits(tmp_path: P
     assert compute(tight, tokens)[0] == expected
     tight.release(other)
     tight.close()
+
+
+def test_the_start_of_a_text_is_evicted_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = engine_of("attention")
+    old, new = some_text(engine, 3 * CHUNK), some_text(engine, 2 * CHUNK, seed=1)
+    compute(engine, old, 1)
+    compute(engine, new, 1)
+    files = PageFiles(tmp_path, "m", LIMIT)
+    files.save(engine, old)
+    size = max(path.stat().st_size for path in files.folder.iterdir())
+    for path in files.folder.iterdir():  # long ago
+        os.utime(path, ns=(10**18, 10**18))
+    few = PageFiles(tmp_path, "m", 4 * size)
+    few.save(engine, old[: 3 * CHUNK - 1])  # used again: as it is stored already, nothing changes
+    few.save(engine, new)
+    engine.close()
+    other = engine_of("attention")
+    assert PageFiles(tmp_path, "m", LIMIT).restore(other, new) == 2 * CHUNK - 1
+    assert PageFiles(tmp_path, "m", LIMIT).restore(other, old) == 2 * CHUNK
+    # A full disk: room for the texts themselves is more important.
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert few.save(other, old) == 0 and not [*few.folder.iterdir()]
+    (few.folder / ".a.kv.1.2.part").touch()  # of a process that was killed
+    remove_unfinished(tmp_path)
+    assert not [*few.folder.iterdir()]
+    other.close()
 
 
 def test_saved_pages_are_read_again_from_a_file(tmp_path: Path):

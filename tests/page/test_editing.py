@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from helpers.page_actions import adopt, branch, finished, post, text, tokens, until, write
+from helpers.page_actions import (
+    adopt,
+    branch,
+    finished,
+    post,
+    text,
+    tokens,
+    until,
+    use_settings,
+    write,
+)
 
 PROMPT = "Once there was"
 WORDS = " a cat that sat at the mat and slept.\nThen it woke up, and went out."
@@ -232,6 +242,71 @@ def test_continuing_at_the_caret_leaves_the_text_in_its_branch(story: Page) -> N
     story.locator("#text").press("Control+z")
     expect(story.locator("#text")).to_have_attribute("data-branch", before["id"])
     assert text(story) == WORDS
+
+
+MESSAGES = [
+    {"role": "user", "content": "Birds fly high over the hill."},
+    {"role": "assistant", "content": "So they do in spring."},
+    {"role": "user", "content": "Name three things that swim."},
+]
+
+
+@pytest.fixture
+def chat(page: Page) -> Page:
+    created = post(page, "", messages=MESSAGES, seed=1, max_tokens=4)["id"]
+    post(page, f"/{created}/append", text="Fish and ducks.")
+    post(page, f"/{created}/append", message={"role": "user", "content": "Which is largest?"})
+    post(page, f"/{created}/append", text="The fish.")
+    adopt(page, [created], created)
+    expect(tokens(page).first).to_be_visible()
+    return page
+
+
+@pytest.mark.parametrize("word", [" three", " they", " is", " and"])
+def test_words_are_suggested_in_every_message(chat: Page, word: str) -> None:
+    before = branch(chat)
+    use_settings(chat, end=False)  # it writes something everywhere
+    put_caret(chat, word)
+    chat.locator("#suggest").click()
+    until(chat, "document.querySelector('.ghost i')?.textContent.length > 3", 60)
+    chat.locator("#accept-all").click()
+    settled(chat)
+    expect(chat.locator("#text")).not_to_have_attribute("data-branch", before["id"])
+    now = branch(chat)
+    contents = [message["content"] for message in now["prompt"]["messages"]]
+    old = [message["content"] for message in MESSAGES]
+    changed = [new != text for new, text in zip(contents, old, strict=True)]
+    assert changed == [False, word == " they", word == " three"]
+    assert (now["text"] != before["text"]) == (word in (" is", " and"))
+    assert [turn["role"] for turn in now["turns"]] == ["user"]
+    assert now["text"].endswith("The fish.")
+
+
+def test_continuing_in_a_message_of_a_chat(chat: Page) -> None:
+    def continue_at(word: str) -> dict[str, Any]:
+        before = branch(chat)["id"]
+        put_caret(chat, word)
+        chat.locator("#continue-here").click()
+        expect(chat.locator("#text")).not_to_have_attribute("data-branch", before)
+        finished(chat)
+        now = branch(chat)
+        chat.locator("#text").press("Control+z")
+        expect(chat.locator("#text")).to_have_attribute("data-branch", before)
+        return now
+
+    # A message of the user ends there, and the model answers.
+    now = continue_at(" three")
+    contents = [message["content"] for message in now["prompt"]["messages"]]
+    assert contents == [MESSAGES[0]["content"], MESSAGES[1]["content"], "Name three"]
+    assert now["steps"] and "Fish" not in now["text"][:4]
+    now = continue_at(" is")
+    assert now["prompt"]["messages"] == MESSAGES and len(now["turns"]) == 1
+    first, last = now["turns"][0]["content"]
+    assert "".join(step["text"] for step in now["steps"][first:last]) == "Which is"
+    assert len(now["steps"]) > now["turns"][0]["end"]
+    # An answer of the prompt is continued.
+    now = continue_at(" they")
+    assert now["prompt"]["messages"] == MESSAGES[:1] and now["text"].startswith("So they")
 
 
 def test_undo_of_generation_is_kept_as_json(page: Page) -> None:

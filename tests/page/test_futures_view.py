@@ -72,6 +72,19 @@ def test_heights_are_probabilities_and_a_leaf_opens(page: Page) -> None:
     assert [s["token"] for s in opened["steps"][:3]] == [s["token"] for s in before["steps"][:3]]
     page.keyboard.press("Control+z")
     expect(page.locator("#text")).to_have_attribute("data-branch", before["id"])
+    page.keyboard.press("Control+Shift+z")
+    expect(page.locator("#text")).to_have_attribute("data-branch", opened["id"])
+    # A leaf of the opened branch, and undo of both: each place is shown again.
+    dialog = open_futures(page, at=2)
+    dialog.get_by_role("treeitem").last.click()
+    page.keyboard.press("Enter")
+    expect(page.locator("#text")).not_to_have_attribute("data-branch", opened["id"])
+    second = branch(page)
+    assert second["parent"] == opened["id"] and second["forked_at"] == 3
+    for key, shown in (("z", opened), ("z", before), ("Shift+z", opened), ("Shift+z", second)):
+        page.locator("#text").press(f"Control+{key}")
+        expect(page.locator("#text")).to_have_attribute("data-branch", shown["id"])
+        expect(tokens(page)).to_have_count(len(shown["steps"]))
 
 
 def test_zooming_and_other_limits(page: Page) -> None:

@@ -209,3 +209,32 @@ def test_prompt_tokens_are_read_and_a_fault_is_said_in_place(
     page.unroute("**/look?*")
     way.get_by_role("button", name="Try again").click()
     expect(way.get_by_role("list", name="Most likely next tokens")).to_be_visible()
+
+
+@pytest.fixture
+def tuned(server: Any) -> Any:
+    """A tuned lens of the model that is served."""
+    served = server.state.registry.loaded[server.model].lm
+    fitted = served.fit_lens([PROMPT, "A cat sat on a mat."], rank=8, progress=False)
+    yield served.load_lens(fitted, name="tuned")
+    served._shared.lenses = None  # other tests share the server
+
+
+def test_lenses_are_chosen_and_compared(page: Page, tuned: Any, inside: Locator) -> None:
+    part = inside.locator("[data-part=lens]")
+    lenses = part.get_by_role("group", name="Lens")
+    expect(lenses.get_by_role("button")).to_have_text(["Logit", "Tuned", "Compare"])
+    replies = {
+        name: look(page, include="lens", lens=name, top=3)["lens"] for name in ("logit", "tuned")
+    }
+    first = [str(reply["layers"][0]["candidates"][0]["token"]) for reply in replies.values()]
+    row = part.locator("tr[data-layer='0'] .said")
+    expect(row.first).to_have_attribute("data-token", first[0])
+    lenses.get_by_role("button", name="Tuned").click()
+    expect(row.first).to_have_attribute("data-token", first[1])
+    expect(part).to_contain_text("tuned lens")
+    lenses.get_by_role("button", name="Compare").click()
+    expect(part.get_by_role("columnheader")).to_have_text(["Layer", "logit", "tuned"])
+    expect(row).to_have_count(2)
+    assert [cell.get_attribute("data-token") for cell in row.all()] == first
+    expect(part.locator(".inside-ranks path")).to_have_count(2)

@@ -99,9 +99,9 @@ def unfolded(page: Page) -> None:
 def tour(page: Page) -> None:
     open_menu(page, "tour")
     for number in (1, 2):  # each step does something first, and is shown when that is done
-        expect(page.locator("#tour-card")).to_contain_text(f"{number} of 8", timeout=60_000)
+        expect(page.locator("#tour-card")).to_contain_text(f"{number} of 7", timeout=60_000)
         page.locator("#tour-next").click()
-    expect(page.locator("#tour-card")).to_contain_text("3 of 8", timeout=60_000)
+    expect(page.locator("#tour-card")).to_contain_text("3 of 7", timeout=60_000)
     expect(page.locator("#side-panel .candidate").first).to_be_visible(timeout=30_000)
 
 

@@ -70,6 +70,43 @@ def test_a_server_that_goes_and_comes_back(window: Any, small_default: Path) -> 
         assert tokens(page).all_text_contents() == words  # the same seed, and the same text
 
 
+def test_a_restart_with_stored_texts_and_a_reload_keep_the_text_and_undo(
+    window: Any, small_default: Path, tmp_path: Path
+) -> None:
+    entries = [default_entry(small_default, **SMALL)]
+    with running(entries, state=tmp_path / "state", drain=0.1) as result:
+        page = window.visit(result.url)
+        write(page, QUESTION, mode="chat", max_tokens=8, seed=7, end=False)
+        first = branch(page)
+        tokens(page).nth(2).click()
+        page.locator("#side-panel .candidate:not(.picked)").first.click()
+        expect(page.locator("#text .t.chosen")).to_have_count(1)
+        finished(page)
+        second = branch(page)
+        path = f"{result.url}/v1/tree/sessions/{second['session']}"
+        for _ in range(100):  # the page stores its view in the background
+            view = page.request.get(path).json()["view"]
+            if view.get("current") == second["id"] and len(view["history"]["done"]) == 2:
+                break
+            page.wait_for_timeout(100)
+        port = int(result.url.rpartition(":")[2])
+    text = page.locator("#text")
+    with running(entries, state=tmp_path / "state", port=port, drain=0.1):
+        expect(page.get_by_text("Trying again every second")).to_have_count(0)
+        page.locator("#go-on").click()  # in the same branch, with the same tokens
+        expect(tokens(page)).to_have_count(second["length"] + 8)
+        finished(page)
+        expect(text).to_have_attribute("data-branch", second["id"])
+        page.reload()
+        expect(tokens(page)).to_have_count(second["length"] + 8)
+        for _ in range(2):
+            page.get_by_role("button", name="Undo").first.click()
+        expect(text).to_have_attribute("data-branch", first["id"])
+        expect(tokens(page)).to_have_count(8)
+        page.locator("#library-button").click()
+        expect(page.get_by_role("region", name="Library")).not_to_contain_text("not saved")
+
+
 def test_a_server_with_a_key_asks_for_it(window: Any, small_default: Path) -> None:
     entries = [default_entry(small_default, **SMALL)]
     with running(entries, api_keys=("correct-horse",), drain=0.1) as result:

@@ -121,6 +121,9 @@ def test_the_library_keeps_every_text(page: Page) -> None:
     library = page.get_by_role("region", name="Library")
     items = library.get_by_role("listitem")
     expect(items).to_have_count(2)
+    expect(library).to_contain_text(
+        "These texts are not saved"
+    )  # the server has no folder for them
     expect(items.first).to_contain_text("Bananas are yellow")
     library.get_by_label("Search the library").fill("apples")
     expect(items).to_have_count(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Page, expect
 
-from helpers.page_actions import adopt, branch, finished, post, until
+from helpers.page_actions import adopt, branch, finished, post, tokens, until
 
 ANSWER = """# Title
 
@@ -55,6 +55,37 @@ def test_markdown_is_rendered_and_nothing_in_it_is_html(chat: Page) -> None:
     answer.get_by_role("button", name="Copy the code").click()
     assert answer.locator("p").last.get_attribute("dir") == "auto"
     assert "👨‍👩‍👧" in (answer.text_content() or "")
+
+
+ARABIC = "السلام عليكم، كيف حالك؟"
+FAMILY = "👨‍👩‍👧"
+
+
+def test_scripts_from_right_to_left_and_families_of_emoji(page: Page) -> None:
+    created = post(page, "", messages=[{"role": "user", "content": ARABIC}], seed=1)["id"]
+    post(page, f"/{created}/append", text=f"{ARABIC}\nA family: {FAMILY}.")
+    adopt(page, [created], created)
+    expect(tokens(page).first).to_be_visible()
+    # Each line of tokens has its own direction; a letter of several tokens is joined to the others.
+    starts = page.evaluate(
+        """() => [...document.querySelectorAll("#text .line")].map((line) => {
+            const box = line.parentElement.getBoundingClientRect();
+            const first = line.querySelector(".t:not(.part)").getBoundingClientRect();
+            return first.left - box.left < box.right - first.right ? "left" : "right";
+        })"""
+    )
+    assert starts[-2:] == ["right", "left"] and starts.count("right") == 2
+    line = page.locator("#text .line").nth(len(starts) - 2)
+    assert "·" not in line.inner_text()
+    expect(page.locator("#text .t", has_text=FAMILY)).to_have_count(1)
+    page.locator("#read").click()
+    turns = page.locator("#text .md")
+    expect(turns.first).to_have_text(ARABIC)
+    expect(turns.last).to_contain_text(FAMILY)
+    directions = turns.locator("p").evaluate_all(
+        "(all) => all.map((p) => getComputedStyle(p).direction)"
+    )
+    assert set(directions) == {"rtl"}
 
 
 def test_blocks_that_do_not_change_stay(chat: Page) -> None:

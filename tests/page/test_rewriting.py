@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from helpers.page_actions import adopt, branch, next_frames, post, text, tokens, until
 from helpers.page_colors import check_looks
@@ -102,14 +102,6 @@ def test_by_keys_alone_and_the_color_of_doubt(story: Page) -> None:
     expect(story.locator(".rewrite")).to_have_count(0)
     reads(story, WORDS)
     until(story, "document.activeElement.id === 'text'")
-    # The prompt is not marked.
-    story.evaluate(
-        """() => {
-            const [first, , last] = document.querySelectorAll("#text .t");
-            document.getSelection().setBaseAndExtent(first.firstChild, 0, last.firstChild, 3);
-        }"""
-    )
-    expect(story.locator("#rewrite")).to_have_count(0)
     story.evaluate(  # as a finger selects
         """() => {
             const own = document.querySelectorAll("#text .t:not(.prompt)");
@@ -117,7 +109,7 @@ def test_by_keys_alone_and_the_color_of_doubt(story: Page) -> None:
                 document.querySelector("#text .t").firstChild, 0, own[1].firstChild, 3);
         }"""
     )
-    expect(story.locator("#text .in-part")).to_have_text([" a", " cat"])
+    expect(story.locator("#text .in-part")).to_have_text(["Once", " there", " was", " a", " cat"])
     # Doubt is a color.
     doubts = [0.0, 9.0, *[1.0] * (tokens(story).count() - 2)]
     story.route("**/doubt", lambda route: route.fulfill(json={"doubts": doubts}))
@@ -125,6 +117,84 @@ def test_by_keys_alone_and_the_color_of_doubt(story: Page) -> None:
     expect(story.locator(".tint-choice .scale")).to_contain_text("doubtful")
     expect(tokens(story).nth(1)).to_have_class(re.compile(r"tint-[3-9]"))
     assert "tint-" not in (tokens(story).first.get_attribute("class") or "")
+
+
+CHAT = [
+    {"role": "user", "content": "A dog and a ___ sat there."},
+    {"role": "assistant", "content": "Yes, they sat there."},
+    {"role": "user", "content": "What did they see?"},
+]
+
+
+@pytest.fixture
+def chat(page: Page) -> Page:
+    created = post(page, "", messages=CHAT, seed=1)["id"]
+    post(page, f"/{created}/append", text="They saw a cat.")
+    adopt(page, [created], created)
+    expect(tokens(page).first).to_be_visible()
+    return page
+
+
+def test_words_of_the_prompt_are_written_anew_and_a_gap_is_filled(chat: Page) -> None:
+    before = branch(chat)
+    prompt_token = chat.locator("#text .t.prompt", has_text=re.compile("^ they$")).last
+    prompt_token.click()
+    chat.locator("#text").focus()
+    chat.keyboard.press("r")
+    expect(chat.locator("#text .in-part")).to_have_text([" they"])
+    result = candidates(chat)
+    expect(result.filter(has_text="current")).to_have_text(re.compile("they"))
+    other = chat.locator(f"{FOUND}:not([disabled])").first
+    words = other.locator(".rewrite-words").inner_text()
+    other.click()
+    expect(chat.locator("#text")).not_to_have_attribute("data-branch", before["id"])
+    expect(chat.locator("#text .unscored")).to_have_count(0)
+    messages = branch(chat)["prompt"]["messages"]
+    assert messages[2]["content"] == f"What did {words} see?" and messages[:2] == CHAT[:2]
+    assert branch(chat)["text"] == before["text"]
+    # A gap is filled at one click, and its underscores are no candidate.
+    chat.locator("#fill-gap").click()
+    result = candidates(chat)
+    expect(result.filter(has_text="current")).to_have_count(0)
+    words = result.first.locator(".rewrite-words").inner_text()
+    assert "_" not in words
+    result.first.click()
+    expect(chat.locator("#fill-gap")).to_have_count(0)
+    assert branch(chat)["prompt"]["messages"][0]["content"] == f"A dog and a {words} sat there."
+    # Words of several messages are not one span.
+    chat.evaluate(
+        """() => {
+            const all = [...document.querySelectorAll("#text .t:not(.added)")];
+            document.getSelection().setBaseAndExtent(
+                all[0].firstChild, 0, all.at(-1).firstChild, 1);
+        }"""
+    )
+    expect(chat.locator("#text .in-part")).to_have_count(0)
+
+
+def test_a_span_is_rewritten_by_an_instruction(story: Page) -> None:
+    requests = list[Any]()
+
+    def answer(route: Route) -> None:
+        requests.append(route.request.post_data_json)
+        texts = ["that lay", " that lay ", "stretched out"]
+        choices = [{"message": {"content": text}} for text in texts]
+        route.fulfill(json={"choices": choices})
+
+    story.route("**/v1/chat/completions", answer)
+    mark(story, "that", "sat")
+    field = story.get_by_label("Instruction for the span")
+    field.fill("calmer")
+    field.press("Enter")
+    words = candidates(story).locator(".rewrite-words")
+    expect(words).to_have_text(["that lay", "stretched out"])  # each once
+    (request,) = requests
+    content = request["messages"][0]["content"]
+    assert "calmer" in content and "that sat" in content and request["n"] == 3
+    candidates(story).last.click()
+    reads(story, WORDS.replace(" that sat", " stretched out"))
+    story.locator("#text").press("Control+z")
+    reads(story, WORDS)
 
 
 CHANGES = [("at", "on", 0.9), ("slept", "fell asleep", 0.6), ("it", "he", 0.4)]

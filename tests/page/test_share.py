@@ -327,10 +327,17 @@ def test_playing(page: Page) -> None:
     bar = page.get_by_role("group", name="Playing")
     expect(bar).to_be_visible()
     assert complete.startswith(text(page)) and tokens(page).count() < 24
+    # The address, and what a reload shows, name the text and not the copy that is played.
+    address, entries = page.url, page.evaluate("history.length")
+    saved = "JSON.parse(sessionStorage.getItem('unspool.session')).current"
+    until(page, "document.querySelector('#text').dataset.branch.endsWith('-played')")
+    page.wait_for_timeout(400)  # it is saved after 300 ms
+    assert page.evaluate(saved) in page.url
     bar.get_by_role("button", name="×4").click()
     expect(bar).to_have_count(0)
     expect(tokens(page)).to_have_count(24)
     assert text(page) == complete and tree(page) == there
+    assert (page.url, page.evaluate("history.length")) == (address, entries)
     assert not [url for url in requested_urls if "/v1/" in url]
 
 

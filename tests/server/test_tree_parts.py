@@ -133,3 +133,25 @@ def test_nothing_to_revise(tree: Tree) -> None:
     empty = tree.new(prompt=PROMPT)
     tree.ask("POST", f"/{empty['id']}/revise", 400, json={})
     tree.ask("POST", "/branch-nobody/revise", 404, json={})
+
+
+def test_words_of_a_prompt_are_proposed_and_gaps_filled(tree: Tree) -> None:
+    messages = [{"role": "user", "content": "Is the ___ on the mat?"}]
+    chat = tree.do("append", tree.new(prompt=None, messages=messages), text="The cat sat there.")
+    pieces = [token["piece"] for token in chat["prompt"]["tokens"]]
+    at = next(n for n, piece in enumerate(pieces) if piece.endswith("mat"))
+    body = {"first": at, "last": at + 1, "candidates": 2, "whole_text": True}
+    result = tree.ask("POST", f"/{chat['id']}/fill", json=body)
+    assert result["old"] == "mat" and {item["first"] for item in result["candidates"]} == {at}
+    best = next(item for item in result["candidates"] if not item["now"])
+    change = {name: best[name] for name in ("first", "last", "text")}
+    edited = tree.get(tree.ask("POST", f"/{chat['id']}/edit", json=change))
+    content = f"Is the ___ on the {best['new']}?"
+    assert edited["prompt"]["messages"][0]["content"] == content
+    assert edited["text"] == chat["text"]
+    gap = next(n for n, piece in enumerate(pieces) if "___" in piece)
+    last = pieces.index(" on")
+    result = tree.ask("POST", f"/{chat['id']}/fill", json={**body, "first": gap, "last": last})
+    assert result["old"] == "___" and not any("_" in item["new"] for item in result["candidates"])
+    answer = tree.http.post(f"/v1/tree/{chat['id']}/fill", json={**body, "last": len(pieces) + 1})
+    assert answer.status_code == 400 and "words of one message" in answer.text

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from helpers.running_server import running
 from helpers.tree_client import Tree, read, tokens
 from unspool.errors import UnspoolError
 from unspool.server.tree.branch_json import branch_store
+from unspool.server.tree.storage import TreeStorage
 from unspool.store.database import Database
 from unspool.store.folder import FolderInUseError, StateFolder
 from unspool.store.library import open_library
@@ -145,6 +148,18 @@ def test_a_newer_database_is_refused_and_a_damaged_one_moved_aside(tmp_path: Pat
             aside.unlink()
 
 
+def test_a_cancelled_request_does_not_end_the_writer(tmp_path: Path):
+    database, may_go_on = Database(tmp_path / "texts.db"), Event()
+    first = database.submit(lambda db: may_go_on.wait(30))
+    cancelled, last = (database.submit(lambda db, n=n: n) for n in (1, 2))
+    assert cancelled.cancel()
+    may_go_on.set()
+    assert first.result(30) and last.result(30) == 2
+    assert database.submit(lambda db: 3).result(30) == 3
+    database.close()
+    assert cancelled.cancelled()
+
+
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Path]:
     """A small disk mounted in a folder; skips where mounting one is not allowed."""
@@ -184,6 +199,87 @@ def test_a_disk_that_is_really_full_and_one_that_is_read_only(small_entry: Any, 
             StateFolder(state)
         with open_library(state) as db:  # reading is possible
             assert db.value("SELECT count(*) FROM branches") == 1
+        with serving(small_entry, state) as tree:
+            assert tree.do("resume", branch, max_tokens=2)["length"] == 13
+        with serving(small_entry, state) as tree:
+            assert tree.get(branch)["length"] == 11
+
+
+@pytest.mark.parametrize("was_killed", [False, True])
+def test_a_folder_that_can_only_be_read(
+    small_entry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_killed: bool
+):
+    """As root the mode of a folder is not respected, so the system's answers are replaced."""
+    state = tmp_path / "state"
+    with serving(small_entry, state) as tree:
+        branch = tree.do("resume", tree.new(max_tokens=300, temperature=0))
+        assert tree.ask("GET", "/sessions")["is_saved"]
+        if was_killed:  # the write-ahead log is still there
+            shutil.copytree(state, tmp_path / "copy")
+    if was_killed:
+        state = tmp_path / "copy"
+        assert (state / "texts.db-wal").stat().st_size > 0
+    stored = {path: path.read_bytes() for path in state.rglob("*") if path.is_file()}
+    connect = sqlite3.connect
+
+    def refuse(name: Any, *arguments: Any, **options: Any) -> Any:
+        if Path(str(name).removeprefix("file://").partition("?")[0]).is_relative_to(state):
+            raise sqlite3.OperationalError("unable to open database file")
+        return connect(name, *arguments, **options)
+
+    access = os.access
+    monkeypatch.setattr(sqlite3, "connect", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK and access(path, mode))
+    with pytest.raises(UnspoolError, match="cannot be used: Permission denied"):
+        StateFolder(state)
+    with open_library(state) as db:
+        assert db.value("SELECT count(*) FROM branches") == 1
+    with serving(small_entry, state) as tree:
+        assert not tree.ask("GET", "/sessions")["is_saved"]
+        assert tree.get(branch)["steps"] == branch["steps"]
+        resumed = tree.do("resume", branch, max_tokens=2)
+        assert resumed["length"] == 302
+        assert was_killed or resumed["last"]["reused_tokens"] > 256  # of stored pages
+        assert not tree.ask("GET", "/sessions")["is_saved"]
+    with serving(small_entry, state) as tree:
+        assert tree.get(branch)["length"] == 300
+    assert {path: path.read_bytes() for path in state.rglob("*") if path.is_file()} == stored
+
+
+def test_texts_of_a_damaged_database_are_saved_from_it(small_entry: Any, tmp_path: Path):
+    """Each page of the database is overwritten in turn: what the others hold is still there."""
+    with serving(small_entry, tmp_path) as tree:
+        for number in range(12):
+            session = tree.ask("POST", "/sessions", json={"title": f"Text {number}"})["id"]
+            tree.new(session=session, prompt=f"Prompt {number} " * 20, seed=number)
+        tree.do("resume", tree.new(max_tokens=40))
+        (served,) = tree.state.registry.loaded.values()  # type: ignore[attr-defined]
+        tokenizer = served.lm.tokenizer
+    file, other = tmp_path / "texts.db", tmp_path / "other.db"
+    content = file.read_bytes()
+    numbers = []
+    for at in range(4096, len(content), 8192):
+        damaged = bytearray(content)
+        damaged[at : at + 4096] = bytes(range(256)) * 16
+        other.write_bytes(damaged)
+        messages: list[str] = []
+        database = Database(other, say=messages.append)
+        stored = TreeStorage(database, lambda: [tokenizer])
+        branches = stored.read_branches()
+        for branch in branches:  # none is there in part
+            stored_content = database.submit(stored.reading(branch)).result()
+            prompt, generation, _ = stored_content.decode()
+            assert prompt.text and len(generation.steps) == branch.digest.length
+        stored.index_remaining()
+        names = database.submit(lambda db: db.rows("SELECT title FROM sessions")).result()
+        assert len(database.submit(lambda db: db.search("Text")).result()) <= len(branches)
+        numbers.append((len(names), len(branches)))
+        database.close()
+        for path in tmp_path.glob("other.db*"):
+            path.unlink()
+        assert all("what could be read of it" in message for message in messages)
+    assert sum(number == (12, 13) for number in numbers) > len(numbers) / 2
+    assert sum(sum(number) > 0 for number in numbers) > len(numbers) * 0.8, numbers
 
 
 def test_a_full_disk_refuses_the_change_and_damages_nothing(small_entry: Any, tmp_path: Path):

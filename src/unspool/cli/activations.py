@@ -1,4 +1,4 @@
-"""`unspool activations`, `patch` and `vector`: read and change what is inside a model."""
+"""`unspool activations`, `vector`, `features`, `lens`, `patch`, `attribute`: inside a model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from unspool.errors import SettingsError, count
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from unspool.lens.gradients import TokenAttribution
     from unspool.lens.patching import Sweep
 
 _MAX_COLUMNS = 16  # of a table; more are printed as a list of the strongest cells
@@ -145,6 +146,77 @@ def vector(
     out.say(f"{file}: {count(len(fitted.layers), 'layer')}, width {fitted.width}")
 
 
+# -- features --------------------------------------------------------------------------------------
+
+
+@o.model_options
+def features(
+    text: Annotated[str, typer.Argument(help="The text.")],
+    sae: Annotated[Path, typer.Option(help="Folder of SAELens or Gemma Scope.")],
+    layer: Annotated[int | None, typer.Option(help="Its layer, if it does not say.")] = None,
+    site: Annotated[str | None, typer.Option(help="Its site, if it does not say.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Features of each token.")] = 5,
+    as_json: o.Json = False,
+    *,
+    model_choice: o.ModelChoice,
+) -> None:
+    """Show the active features of each token, by a sparse autoencoder.
+
+    [b]Examples[/b]
+
+      unspool features "The Golden Gate Bridge" --sae sae-15
+      unspool features "The Golden Gate Bridge" --sae layer_12/width_16k/average_l0_82 --json
+    """
+    from unspool.lens.sae import load_sae
+
+    autoencoder = load_sae(sae, site=site, layer=layer)
+    lm = model_choice.load()
+    token_features = lm.features(text, autoencoder, top=top)
+    if as_json:
+        out.print_json_line(token_features.to_dict())
+        return
+    console = out.stdout_console()
+    width = max(len(repr(piece)) for piece in token_features.texts)
+    for piece, active in zip(token_features.texts, token_features.active, strict=True):
+        listed = "  ".join(f"{item.feature}: {item.strength:.2f}" for item in active)
+        console.print(f"{piece!r:<{width}}  {listed}", markup=False, highlight=False)
+
+
+# -- lens ------------------------------------------------------------------------------------------
+
+
+@o.model_options
+def lens(
+    corpus: Annotated[Path, typer.Argument(help="Texts: JSON lines, or lines of text.")],
+    file: Annotated[Path, typer.Argument(help="The lens to write (.safetensors).")],
+    kind: Annotated[str, typer.Option(help="tuned, or jacobian (needs torch).")] = "tuned",
+    rank: Annotated[int, typer.Option(help="Rank of the map of each layer.")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Tokens of each text that are used.")
+    ] = 256,
+    field: Annotated[str, typer.Option(help="The text in each JSON object.")] = "text",
+    *,
+    model_choice: o.ModelChoice,
+) -> None:
+    """Fit a tuned or a Jacobian lens to the texts of a file.
+
+    Use it in Python with lm.load_lens(FILE) and lm.logit_lens(text, lens=NAME).
+
+    [b]Examples[/b]
+
+      unspool lens corpus.jsonl tuned.safetensors
+      unspool lens corpus.jsonl jacobian.safetensors --kind jacobian --rank 32
+    """
+    from unspool.lens.activation_files import read_corpus
+
+    o.check_output_file(file, "FILE")
+    texts = list(read_corpus(corpus, field))
+    lm = model_choice.load(**({"backend": "torch"} if kind == "jacobian" else {}))
+    fitted = lm.fit_lens(texts, kind=kind, rank=rank, max_tokens=max_tokens)  # type: ignore[arg-type]
+    fitted.save(file)
+    out.say(f"{file}: {fitted.kind} lens of rank {fitted.rank}, {fitted.num_tokens:,} tokens")
+
+
 # -- patch -----------------------------------------------------------------------------------------
 
 
@@ -163,6 +235,9 @@ def patch(
         str | None, typer.Option(help="Axes of the table: layer,position or layer,head.")
     ] = None,
     layers: Layers = None,
+    approximate: Annotated[
+        bool, typer.Option("--approximate", help="Estimate all cells from one gradient (torch).")
+    ] = False,
     as_json: o.Json = False,
     *,
     model_choice: o.ModelChoice,
@@ -181,9 +256,16 @@ def patch(
     """
     selected = parse_layers(layers)
     axes: Any = sweep.split(",") if sweep else None
-    lm = model_choice.load()
+    lm = model_choice.load(**({"backend": "torch"} if approximate else {}))
     result = lm.patch(
-        clean, corrupted, answer=answer, other=other, site=site, sweep=axes, layers=selected
+        clean,
+        corrupted,
+        answer=answer,
+        other=other,
+        site=site,
+        sweep=axes,
+        layers=selected,
+        approximate=approximate,
     )
     if as_json:
         out.print_json_line(result.to_dict())
@@ -228,3 +310,59 @@ def _cell(value: float, largest: float) -> Text:
     mixed = [round(a + (b - a) * share) for a, b in zip(paper, ink, strict=True)]
     style = f"black on rgb({mixed[0]},{mixed[1]},{mixed[2]})"
     return Text(f"{round(value, 2) + 0.0:+.2f}".rjust(_COLUMN), style=style)
+
+
+# -- attribute -------------------------------------------------------------------------------------
+
+
+@o.model_options
+def attribute(
+    text: Annotated[str | None, typer.Argument(help="The text; - or none reads stdin.")] = None,
+    token: Annotated[
+        str | None, typer.Option(help="The next token that is explained. Default: most likely.")
+    ] = None,
+    against: Annotated[str | None, typer.Option(help="A token whose logit is subtracted.")] = None,
+    method: Annotated[str, typer.Option(help="integrated, or gradient_x_input.")] = "integrated",
+    baseline: Annotated[
+        str | None, typer.Option(help="A text of as many tokens. Default: embeddings of zero.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Points on the path from the baseline.")] = 64,
+    as_json: o.Json = False,
+    *,
+    model_choice: o.ModelChoice,
+) -> None:
+    """Attribute the next token's logit to the tokens of the text, by gradients. Needs torch.
+
+    [b]Examples[/b]
+
+      unspool attribute "The capital of Italy is" --token " Rome" --against " Paris"
+      unspool attribute "Rome is in Italy" --token "." --baseline "Rome is in Spain"
+    """
+    prompt = o.read_prompt(text)
+    lm = model_choice.load(backend="torch")
+    result = lm.token_attribution(
+        prompt,
+        token=token,
+        against=against,
+        method=method,  # type: ignore[arg-type]
+        baseline=baseline,
+        steps=steps,
+    )
+    if as_json:
+        out.print_json_line(result.to_dict())
+        return
+    _print_attribution(result)
+
+
+def _print_attribution(result: TokenAttribution) -> None:
+    """Print the tokens on backgrounds by their values, and a line for each."""
+    from rich.text import Text
+
+    console = out.stdout_console()
+    largest = max(abs(item.value) for item in result.values) or 1.0
+    console.print(f"logit of {result.text!r}: {result.logit:.3f}, baseline {result.baseline:.3f}")
+    for item in result.values:
+        line = Text(f"{item.position:>5} ") + _cell(item.value, largest)
+        console.print(line + Text(f"  {out.visible(item.text)}"))
+    if result.method == "integrated":
+        console.print(f"error of the sum: {result.gap:+.3f}", style="dim")

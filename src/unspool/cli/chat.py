@@ -185,7 +185,9 @@ class _ChatStore:
         if self._chat is None and self._folder is not None:
             from unspool.cli.stored_chat import StoredChat
 
-            self._chat = StoredChat(self._folder, self._lm)
+            self._chat = StoredChat(self._folder, self._lm, allow_readonly=True)
+            if self._chat.readonly_note is not None:
+                out.say(self._chat.readonly_note)
         return self._chat
 
     def resume(self, name: str, conversation: Conversation) -> None:

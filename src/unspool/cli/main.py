@@ -43,6 +43,9 @@ _COMMANDS = {
         Command("activations", "unspool.cli.activations:activations", "Inspect"),
         Command("patch", "unspool.cli.activations:patch", "Inspect"),
         Command("vector", "unspool.cli.activations:vector", "Inspect"),
+        Command("features", "unspool.cli.activations:features", "Inspect"),
+        Command("lens", "unspool.cli.activations:lens", "Inspect"),
+        Command("attribute", "unspool.cli.activations:attribute", "Inspect"),
         Command(
             "sessions",
             "unspool.cli.sessions:sessions",

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _LIMITS, _OPERATION, _REPLICAS = "Limits", "Operation", r"Replicas (pip install 'unspool\[ray]')"
 _PAGE_PORT = 8000
 _STATE_SIZE_HELP = "Bytes for saved KV-cache pages in that folder; texts are always kept."
+_SAE_HELP = "Folder of a sparse autoencoder of the first model, for the page. Repeatable."
 _RUNS_HELP = "Folder of training runs. Default: UNSPOOL_RUNS, or ./runs."
 
 
@@ -49,6 +50,7 @@ def serve(
         Path | None,
         typer.Option(help="Folder of GGUF control vectors, which requests name under steer."),
     ] = None,
+    sae: Annotated[list[Path] | None, typer.Option(help=_SAE_HELP)] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(help="API key that clients must send. Repeatable.")
     ] = None,
@@ -232,6 +234,8 @@ def serve(
         raise SettingsError(f"--steering-vectors must be a folder, got {steering_vectors}")
     if steering_vectors is not None and replicas is not None:
         raise SettingsError("--steering-vectors cannot be used with --replicas")
+    if sae and replicas is not None:
+        raise SettingsError("--sae cannot be used with --replicas")
     _check_positive(
         cache_memory=cache_memory,
         model_memory=model_memory,
@@ -284,6 +288,7 @@ def serve(
         unload_after=unload_after,
         adapters=adapters,
         steering_vectors=steering_vectors,
+        autoencoders=sae or (),
     )
 
 
@@ -311,6 +316,15 @@ def page(
     run: Annotated[
         Path | None, typer.Option(help="Open this training run, with its own model.")
     ] = None,
+    sae: Annotated[list[Path] | None, typer.Option(help=_SAE_HELP)] = None,
+    static: Annotated[
+        Path | None,
+        typer.Option(help="Write the page as a folder for any file host: no server is needed."),
+    ] = None,
+    model_url: Annotated[
+        str | None,
+        typer.Option(help="With --static: load the GGUF file from this address, do not copy it."),
+    ] = None,
     *,
     model_choices: list[o.ModelChoice],
 ) -> None:
@@ -324,7 +338,13 @@ def page(
       unspool page --model qwen.gguf
       unspool page --no-open --port 9000
       unspool page --run runs/speeches
+      unspool page --static site
     """
+    if static is not None:
+        _write_static_page(static, model_choices[0].model, model_url)
+        return
+    if model_url is not None:
+        raise UnspoolError("--model-url needs --static")
     from unspool.server.http.logs import configure_logging
     from unspool.server.http.settings import ServerSettings
     from unspool.server.http.sockets import bind_socket
@@ -353,7 +373,19 @@ def page(
         if browser and not webbrowser.open(address):
             say(f"no browser found; open {address} yourself")
 
-    startup.run(settings, bound, on_started, with_local_models=True)
+    startup.run(settings, bound, on_started, with_local_models=True, autoencoders=sae or ())
+
+
+def _write_static_page(folder: Path, model: str | None, model_url: str | None) -> None:
+    from unspool.model.hub.find import find_model
+    from unspool.page.static import write_static
+
+    if model is not None and model_url is not None:
+        raise UnspoolError("give either --model or --model-url")
+    size = write_static(folder, model_url or find_model(model))
+    say(
+        f"{folder}: {size / 1e6:.2f} MB without the model · try it: python -m http.server -d {folder}"
+    )
 
 
 def _free_page_port() -> int:
@@ -422,6 +454,7 @@ class ServerStartup:
         with_local_models: bool = False,
         adapters: Path | None = None,
         steering_vectors: Path | None = None,
+        autoencoders: Sequence[Path] = (),
     ) -> None:
         """Serve until shutdown.
 
@@ -430,6 +463,7 @@ class ServerStartup:
             with_local_models: also serve the other models on this machine.
             adapters: folder of adapters of the first model.
             steering_vectors: folder of control vectors of the first model.
+            autoencoders: folders of sparse autoencoders of the first model.
         """
         from unspool.server.app import create_app
         from unspool.server.http import server
@@ -447,6 +481,8 @@ class ServerStartup:
 
                 for name, vector in read_vector_folder(steering_vectors).items():
                     lm.load_steering_vector(vector, name)
+            for folder in autoencoders:
+                lm.add_autoencoder(folder)
             return lm
 
         loads = [load_first, *(model.choice.load for model in self._located[1:])]

@@ -83,7 +83,8 @@ def export(
         str | None,
         typer.Option(
             "--format",
-            help="text, markdown, messages (OpenAI, JSON lines) or sharegpt. Default: by the name.",
+            help="text, markdown, messages (OpenAI, JSON lines), sharegpt, openloom, loom, mikupad "
+            "or sillytavern. Default: by the name.",
         ),
     ] = None,
     branch: Annotated[
@@ -97,14 +98,15 @@ def export(
 
       unspool sessions export 3f9a story.txt
       unspool sessions export 3f9a chat.md
+      unspool sessions export 3f9a story.json --format openloom
       unspool sessions export 3f9a --format messages > data.jsonl
     """
     from unspool.store import library
-    from unspool.store.formats import FORMATS, write_texts
+    from unspool.store.formats import FORMATS, SUFFIXES, write_texts
 
-    kind = kind or FORMATS.get("" if file is None else file.suffix.lower(), "text")
-    if kind not in FORMATS.values():
-        raise SettingsError(f"format must be {', '.join(FORMATS.values())}, got {kind!r}")
+    kind = kind or SUFFIXES.get("" if file is None else file.suffix.lower(), "text")
+    if kind not in FORMATS:
+        raise SettingsError(f"format must be one of {', '.join(FORMATS)}, got {kind!r}")
     with library.open_library(state or default_folder()) as db:
         matching = library.find_session(db, session)
         texts = library.texts_of(db, matching.id)
@@ -126,12 +128,19 @@ def export(
 @sessions.command("import")
 @o.model_options
 def import_file(
-    file: Annotated[Path, typer.Argument(help="OpenAI messages, ShareGPT, Markdown or text.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="OpenAI messages, ShareGPT, OpenLoom, loom, mikupad, SillyTavern, Markdown, text."
+        ),
+    ],
     state: State = None,
     *,
     model_choice: o.ModelChoice,
 ) -> None:
-    """Store the texts of a file, each as a session. The model tokenizes and scores them.
+    """Store the texts of a file as sessions. The model tokenizes and scores them.
+
+    Versions of one text become the branches of one session.
 
     [b]Examples[/b]
 
@@ -141,11 +150,11 @@ def import_file(
     from unspool.cli.stored_chat import StoredChat
     from unspool.store.formats import read_file
 
-    texts = read_file(file.expanduser())  # before the model, so that a bad file fails quickly
+    stored = read_file(file.expanduser())  # before the model, so that a bad file fails quickly
     lm = model_choice.load()
-    for text in texts:
-        with StoredChat((state or default_folder()).expanduser(), lm) as chat:
-            print(f"{_short(chat.add(text))}  {text.title or ''}".rstrip())
+    with StoredChat((state or default_folder()).expanduser(), lm) as chat:
+        for texts in stored:
+            print(f"{_short(chat.add(texts))}  {texts[0].title or ''}".rstrip())
 
 
 @sessions.command()

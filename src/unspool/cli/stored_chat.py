@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from unspool.cli.output import say
 from unspool.conversation import Conversation, Exchange
 from unspool.engine.generation import Generation
 from unspool.errors import UnspoolError
@@ -23,16 +24,24 @@ from unspool.store.database import Database
 from unspool.store.folder import StateFolder
 from unspool.store.formats import PortableText
 from unspool.store.library import find_session
+from unspool.store.looms import num_common
 
 
 class StoredChat:
     """The session of one conversation; holds the lock of its folder until it is closed."""
 
-    def __init__(self, folder: Path, lm: Session) -> None:
-        """Raises FolderInUseError if another process uses the folder."""
-        self._folder = StateFolder(folder)
+    def __init__(self, folder: Path, lm: Session, *, allow_readonly: bool = False) -> None:
+        """With `allow_readonly`, conversations of a folder that can only be read can be continued;
+        they are not stored then.
+
+        Raises FolderInUseError if another process uses the folder.
+        """
+        self._folder = StateFolder(folder, allow_readonly=allow_readonly)
+        self.readonly_note = self._folder.readonly_note if self._folder.is_readonly else None
         try:
-            self._database = Database(self._folder.database)
+            self._database = Database(
+                self._folder.database, say=say, is_readonly=self._folder.is_readonly
+            )
         except BaseException:
             self._folder.close()
             raise
@@ -51,17 +60,28 @@ class StoredChat:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add(self, text: PortableText) -> str:
-        """Store a text as a new session; return its id. The last answer is its generated part."""
-        lm, messages, answer = self._lm, text.messages, ""
-        if messages is not None and messages[-1]["role"] == "assistant" and len(messages) > 1:
-            answer, messages = messages[-1]["content"], messages[:-1]
-        ids = lm.prompt_ids(text.text) if messages is None else lm.chat_prompt(messages).ids
-        generation, _ = lm.begin(ids, max_tokens=0)
-        if answer:
-            generation = generation.choose(answer)
-        self._session = TreeSession("", text.title)
-        self._store(self._prompt(generation.prompt, messages), generation)
+    def add(self, texts: Sequence[PortableText]) -> str:
+        """Store versions of a text as the branches of a new session; return its id.
+
+        The generated part of a conversation is its last answer; that of a plain text is what
+        comes after what all versions have in common.
+        """
+        lm, stored = self._lm, list[TreeBranch]()
+        self._session = TreeSession("", texts[0].title)
+        start = num_common([text.text for text in texts])
+        for text in texts:
+            messages, prompt, answer = text.messages, text.text, ""
+            if start:
+                prompt, answer = prompt[:start], prompt[start:]
+            if messages is not None and messages[-1]["role"] == "assistant" and len(messages) > 1:
+                answer, messages = messages[-1]["content"], messages[:-1]
+            ids = lm.prompt_ids(prompt) if messages is None else lm.chat_prompt(messages).ids
+            generation, _ = lm.begin(ids, max_tokens=0)
+            if answer:
+                generation = generation.choose(answer)
+            self._branch = None
+            tree_prompt = self._prompt(generation.prompt, messages)
+            stored.append(self._store(tree_prompt, generation, stored))
         return self._session.id
 
     def resume(self, name: str | None, conversation: Conversation) -> str:
@@ -93,9 +113,14 @@ class StoredChat:
             self._session = TreeSession("")
         self._store(self._prompt(generation.prompt, conversation.messages[:-1]), generation)
 
-    def _store(self, prompt: TreePrompt, generation: Generation) -> None:
-        """Write the branch of the session, and the session if it is new."""
+    def _store(
+        self, prompt: TreePrompt, generation: Generation, others: Sequence[TreeBranch] = ()
+    ) -> TreeBranch:
+        """Write the branch of the session, and the session if it is new. It is a fork of the one
+        of `others` with the most common steps."""
         assert self._session is not None
+        others = [other for other in others if other.prompt.ids == prompt.ids]
+        origin = max(others, key=lambda o: o.num_common(generation.steps), default=None)
         old = self._branch
         if old is None:
             row = self._session.row()
@@ -106,6 +131,8 @@ class StoredChat:
             generation,
             ExtraSettings(),
             None,
+            origin=origin,
+            origin_at=None if origin is None else origin.num_common(generation.steps),
             session=self._session.id,
             finish_reason=generation.finish_reason,
             updated=time.time(),
@@ -117,6 +144,7 @@ class StoredChat:
             self._database.submit(self._storage.insertion([stored])).result()
         self._branch = stored
         self._storage.tidy(stored)
+        return stored
 
     def _prompt(
         self, ids: tuple[int, ...], messages: Sequence[dict[str, str]] | None

@@ -253,7 +253,9 @@ class Engine:
         stored.following = tokens[len(stored.tokens) :]
         stored.adapter = self.adapters.name(branch.adapter)
         try:
-            stored.write(Path(path).expanduser(), self.page_identity(branch.adapter))
+            stored.write(
+                Path(path).expanduser(), self.page_identity(branch.adapter), is_durable=True
+            )
         except OSError as error:
             raise UnspoolError(f"{path} cannot be written: {error.strerror or error}") from error
 

@@ -8,7 +8,13 @@ A text is saved in chunks of 256 tokens. The name of a chunk has the hash of all
 so texts that start alike share files, and a text that has grown adds one.
 
 A file is used only if everything in it is as expected: the model, the backend, the format of the
-KV cache, the tokens, the checksum. Else it is removed, and the text is computed again.
+KV cache, the tokens, the checksums. Else it is removed, and the text is computed again.
+
+    unspool kv 3                       a line
+    length of the header               8 bytes, little-endian
+    header                             JSON: identity, tokens, adapter, checksum of what follows
+    checksum of the header             16 bytes
+    pages, then recurrent states
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +46,8 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 CHUNK = 256  # tokens of a file
-MAX_AGE_S = 30 * 86_400.0  # unused files are removed after this time
-_MAGIC = b"unspool kv 2\n"
+MAX_AGE_NS = 30 * 86_400 * 10**9  # unused files are removed after this time
+_MAGIC = b"unspool kv 3\n"
 _MIN_FREE_BYTES = 1 << 30  # of the disk; the texts themselves have priority
 _MIN_TOKENS = 16  # a shorter text is computed again
 _MAX_HEADER = 1 << 24
@@ -85,8 +91,8 @@ class StoredPages:
     adapter: str | None = None  # name of the LoRA adapter that computed them
     places: list[int] = field(default_factory=list)  # pages of the KV cache that hold them already
 
-    def write(self, path: Path, identity: str) -> None:
-        """Write a file, atomically."""
+    def write(self, path: Path, identity: str, *, is_durable: bool = False) -> None:
+        """Write a file, atomically; with `is_durable` it is on the disk when this returns."""
         digest = _new_digest()
         for row in (*self.pages, *self.states.values()):
             _hash_row(digest, row)
@@ -103,10 +109,15 @@ class StoredPages:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
         try:
             with temporary.open("wb") as file:
-                file.write(_MAGIC + len(data).to_bytes(8, "little") + data)
+                file.write(_MAGIC + len(data).to_bytes(8, "little") + data + _header_digest(data))
                 for row in (*self.pages, *self.states.values()):
                     file.write(np.ascontiguousarray(row).data)
+                if is_durable:
+                    file.flush()
+                    os.fsync(file.fileno())
             temporary.replace(path)
+            if is_durable:
+                _sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -129,12 +140,7 @@ class StoredPages:
             ValueError: The file is damaged, or of another model or format.
         """
         with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                raise ValueError("it is no file of KV-cache pages")
-            size = int.from_bytes(file.read(8), "little")
-            if size > _MAX_HEADER:
-                raise ValueError("its header is damaged")
-            header = json.loads(file.read(size))
+            header = _read_header(file)
             page_bytes = 0 if access is None else access.page_bytes
             if header["identity"] != identity or header["page_bytes"] != page_bytes:
                 raise ValueError("it was written with another model, backend or KV-cache format")
@@ -174,14 +180,45 @@ def read_tokens(path: Path) -> tuple[list[int], str | None]:
         ValueError: The header is damaged.
     """
     with path.open("rb") as file:
-        file.read(len(_MAGIC))
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(min(size, _MAX_HEADER)))
-        tokens = [int(token) for token in (*header["tokens"], *header["following"])]
-        return tokens, None if header["adapter"] is None else str(header["adapter"])
+        header = _read_header(file)
+    tokens = [int(token) for token in (*header["tokens"], *header["following"])]
+    return tokens, None if header["adapter"] is None else str(header["adapter"])
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the files that a killed process was writing. No other process may use the folder."""
+    for path in folder.glob("*/.*.part"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 CHUNK_PAGE = 16  # tokens of a page in files; a backend with other pages has none
+
+
+def _read_header(file: IO[bytes]) -> dict[str, Any]:
+    """Read up to the pages. Raises ValueError."""
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise ValueError("it is no file of KV-cache pages")
+    size = int.from_bytes(file.read(8), "little")
+    data = file.read(size) if size <= _MAX_HEADER else b""
+    if file.read(16) != _header_digest(data):
+        raise ValueError("its header is damaged")
+    header: dict[str, Any] = json.loads(data)
+    return header
+
+
+def _header_digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in a folder durable, where the system can."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 def _read_row(file: Any, row: Bytes, digest: Any) -> None:
@@ -221,22 +258,32 @@ def chain_hash(before: str, tokens: Sequence[int]) -> str:
 # -- between files and the prefix cache of an engine
 
 
-def read_computed(
-    engine: Engine, tokens: Sequence[int], first: int = 0, adapter: int = 0
-) -> StoredPages | None:
-    """Copy what is computed of a text from token `first` (a page border) on.
-
-    The engine's thread copies at most one chunk between two steps. None: nothing is computed there.
+def read_computed(engine: Engine, tokens: Sequence[int], adapter: int = 0) -> StoredPages | None:
+    """Copy what is computed of a text. None: nothing.
 
     Args:
         engine: The engine that has computed it.
         tokens: The text.
-        first: Where to start.
         adapter: The number of the LoRA adapter that it was computed with; 0: none.
+    """
+    chunks = list(computed_chunks(engine, tokens, adapter=adapter))
+    if not chunks:
+        return None
+    states = {at: state for chunk in chunks for at, state in chunk.states.items()}
+    all_tokens = [token for chunk in chunks for token in chunk.tokens]
+    return StoredPages(all_tokens, np.concatenate([chunk.pages for chunk in chunks]), states)
+
+
+def computed_chunks(
+    engine: Engine, tokens: Sequence[int], first: int = 0, adapter: int = 0
+) -> Generator[StoredPages, None, None]:
+    """Yield copies of what is computed of a text from token `first` (a page border) on.
+
+    The engine's thread copies one chunk between two steps. Arguments as in `read_computed`.
     """
     access = page_access(engine)
     if access is None or engine.backend.page_size != CHUNK_PAGE:
-        return None
+        return
 
     def open_cached() -> Branch | None:
         is_loaded = engine.adapters.fingerprint(adapter) is not None
@@ -245,23 +292,16 @@ def read_computed(
     with contextlib.ExitStack() as stack:
         branch = engine.loop.call(open_cached, at_rest=False)
         if branch is None:
-            return None
+            return
         stack.callback(engine.release, branch)
-        length = branch.num_computed
-        if length <= first or branch.private_id:
-            return None
-        parts: list[Bytes] = []
-        states: dict[int, Bytes] = {}
+        length = 0 if branch.private_id else branch.num_computed
         for start in range(first, length, CHUNK):
-            pages, page_states = engine.loop.call(
-                lambda start=start: _copy_chunk(  # type: ignore[misc]
-                    access, branch, start, min(start + CHUNK, length)
-                ),
+            end = min(start + CHUNK, length)
+            pages, states = engine.loop.call(
+                lambda start=start, end=end: _copy_chunk(access, branch, start, end),  # type: ignore[misc]
                 at_rest=False,
             )
-            parts.append(pages)
-            states |= page_states
-        return StoredPages(list(tokens[first:length]), np.concatenate(parts), states)
+            yield StoredPages(list(tokens[start:end]), pages, states)
 
 
 def _copy_chunk(
@@ -396,35 +436,43 @@ class PageFiles:
         identity = self._identity(engine, adapter)
         if identity is None or len(tokens) < _MIN_TOKENS or self._limit <= 0:
             return 0
-        if shutil.disk_usage(self.folder).free < _MIN_FREE_BYTES:
-            return 0
+        if self._num_free_bytes() < _MIN_FREE_BYTES:
+            self._evict()
+            if self._num_free_bytes() < _MIN_FREE_BYTES:
+                return 0
+        files: list[str] = []
         parent, at = chain_hash(identity, ()), 0
         while at + CHUNK <= len(tokens):  # what is saved already
             chunk = tokens[at : at + CHUNK]
             name = _file_name(parent, chunk)
-            if name not in self._names.get(parent, ()):
+            if not (self.folder / name).exists():  # it may have been evicted for another model
                 break
+            files.append(name)
             parent, at = chain_hash(parent, chunk), at + CHUNK
-        stored = read_computed(engine, tokens, at, adapter)
-        if stored is None:
-            return at
-        num_old = at
-        for first in range(0, len(stored.tokens), CHUNK):
-            chunk = stored.tokens[first : first + CHUNK]
-            until = num_old + first + len(chunk)
-            states = {n: s for n, s in stored.states.items() if num_old + first < n <= until}
-            rows = stored.pages[first // CHUNK_PAGE :][: -(-len(chunk) // CHUNK_PAGE)]
-            name = _file_name(parent, chunk)
-            with self._lock:
-                exists = name in self._names.get(parent, ())
-            if not exists:
-                StoredPages(chunk, rows, states).write(self.folder / name, identity)
-                self._drop_starts(parent, chunk)
-                with self._lock:
-                    self._names.setdefault(parent, set()).add(name)
-            parent, at = chain_hash(parent, chunk), at + len(chunk)
+        with contextlib.closing(computed_chunks(engine, tokens, at, adapter)) as chunks:
+            for stored in chunks:
+                name = _file_name(parent, stored.tokens)
+                if not (self.folder / name).exists():
+                    stored.write(self.folder / name, identity)
+                    self._drop_starts(parent, stored.tokens)
+                    with self._lock:
+                        self._names.setdefault(parent, set()).add(name)
+                files.append(name)
+                parent, at = chain_hash(parent, stored.tokens), at + len(stored.tokens)
+        self._touch(files)
         self._evict()
         return at
+
+    def _num_free_bytes(self) -> int:
+        return shutil.disk_usage(self.folder).free
+
+    def _touch(self, names: Sequence[str]) -> None:
+        """Note that the files of a text are used now: the first ones are evicted last, as the
+        others are useless without them."""
+        now = time.time_ns()
+        for index, name in enumerate(names):
+            with contextlib.suppress(OSError):  # removed meanwhile, or it can only be read
+                os.utime(self.folder / name, ns=(now - index, now - index))
 
     def _drop_starts(self, parent: str, chunk: list[int]) -> None:
         """Remove the files of the same text when it was shorter."""
@@ -450,6 +498,7 @@ class PageFiles:
         _, _, cached = engine.loop.call(
             lambda: index.match(tokens[:limit], index.root(adapter)), at_rest=False
         )
+        self._touch([part[1] for part in plan])
         plan = [part for part in plan if part[2] + part[3] > cached]
         with (
             self._restoring,
@@ -468,19 +517,19 @@ class PageFiles:
 
     def restore_latest(self, engine: Engine) -> int:
         """Restore the text that was used last, before it is asked for; return its tokens."""
-        files: list[tuple[float, str]] = []
+        newest: dict[str, tuple[int, str]] = {}  # the file used last after each text
         for path in self.folder.glob("*.kv"):
             with contextlib.suppress(OSError):
-                files.append((path.stat().st_mtime, path.name))
-        names = {name.removesuffix(".kv").rpartition("-")[2]: name for _, name in files}
-        name = max(files, default=(0.0, ""))[1]
+                parent, file = path.name.partition("-")[0], (path.stat().st_mtime_ns, path.name)
+                newest[parent] = max(file, newest.get(parent, file))
         tokens: list[int] = []
+        parent = chain_hash(self.identity, ())
         try:
-            while name:  # its chunks, the last one first
-                tokens = read_tokens(self.folder / name)[0] + tokens
-                parent = name.partition("-")[0]
-                name = names.get(parent, "")
-            if tokens and parent == chain_hash(self.identity, ()):
+            while parent in newest:
+                name = newest.pop(parent)[1]
+                tokens += read_tokens(self.folder / name)[0]
+                parent = name.removesuffix(".kv").rpartition("-")[2]
+            if tokens:
                 return self.restore(engine, [*tokens, tokens[-1]])
         except (OSError, ValueError, KeyError, TypeError, UnspoolError):
             pass  # damaged, or the model is being unloaded: nothing waits for it
@@ -539,9 +588,7 @@ class PageFiles:
         for name in names:
             try:
                 with (self.folder / name).open("rb") as file:
-                    file.read(len(_MAGIC))
-                    size = min(int.from_bytes(file.read(8), "little"), _MAX_HEADER)
-                    common = num_common(json.loads(file.read(size))["tokens"], chunk)
+                    common = num_common(_read_header(file)["tokens"], chunk)
             except (OSError, ValueError, KeyError, TypeError):
                 continue
             if common and (best is None or common > best[1]):
@@ -570,7 +617,6 @@ class PageFiles:
             stored = StoredPages.read(
                 path, identity, access, tokens[at:], allocate if is_direct else None
             )
-            os.utime(path)  # used now
             if stored is not None:
                 stored.places, target.places = target.places, []
             return stored
@@ -593,15 +639,17 @@ class PageFiles:
             (self.folder / name).unlink()
 
     def _evict(self) -> None:
-        """Remove the files of all models that were not used for the longest time."""
-        files: list[tuple[float, int, Path]] = []
+        """Remove the files of all models that were not used for the longest time, up to the limit
+        or so far that the disk has room for texts."""
+        files: list[tuple[int, int, Path]] = []
         for path in self._shared.glob("*/*.kv"):
             with contextlib.suppress(OSError):
                 stat = path.stat()
-                files.append((stat.st_mtime, stat.st_size, path))
-        total, oldest = sum(size for _, size, _ in files), time.time() - MAX_AGE_S
+                files.append((stat.st_mtime_ns, stat.st_size, path))
+        total, oldest = sum(size for _, size, _ in files), time.time_ns() - MAX_AGE_NS
+        limit = min(self._limit, total - (_MIN_FREE_BYTES - self._num_free_bytes()))
         for used, size, path in sorted(files):
-            if total <= self._limit and used >= oldest:
+            if total <= limit and used >= oldest:
                 break
             total -= size
             if path.parent == self.folder:

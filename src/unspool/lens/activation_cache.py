@@ -25,6 +25,7 @@ from unspool.backends.interventions import (
     parse_hook_name,
     resolve,
     site_layers,
+    site_width,
 )
 from unspool.backends.step import Floats, Observations
 from unspool.engine.generation import Generation
@@ -196,12 +197,10 @@ class Reading:
     def floats_per_token(self, lm: Session, length: int) -> int:
         """Numbers that one position of a text of this length takes, to bound memory."""
         config = lm.config
-        rows = sum(len(self.layers.get(site, (0,))) for site in self.sites)
-        total = rows * config.width
-        if "pattern" in self.sites:
-            total += config.layers * config.heads * length
-        if "logits" in self.sites:
-            total += config.vocab_size
+        total = config.layers * config.heads * length if "pattern" in self.sites else 0
+        for site in self.sites:
+            if site != "pattern":
+                total += sum(site_width(config, site, n) for n in self.layers.get(site, (0,)))
         return total
 
 

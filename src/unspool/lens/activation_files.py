@@ -265,10 +265,10 @@ class _ShardWriter:
         }
         write = _write_parquet if format == "parquet" else write_safetensors
         try:
-            _replace_file(self._folder / name, lambda part: write(part, columns))
+            replace_file(self._folder / name, lambda part: write(part, columns))
             self.finished.append(entry)
             index = {"settings": self._settings, "shards": self.finished}
-            _replace_file(
+            replace_file(
                 self._folder / INDEX,
                 lambda part: part.write_text(json.dumps(index, indent=1), encoding="utf-8"),
             )
@@ -288,7 +288,7 @@ def _cannot_write(path: Path, error: OSError) -> StorageError:
     )
 
 
-def _replace_file(path: Path, write: Callable[[Path], object]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file under another name first, so that it is complete or not there."""
     part = path.with_name(f"{path.name}.part")
     try:
@@ -300,7 +300,7 @@ def _replace_file(path: Path, write: Callable[[Path], object]) -> None:
         part.unlink(missing_ok=True)
 
 
-_SAFETENSORS_TYPES = {"f4": "F32", "f2": "F16", "i8": "I64", "i4": "I32"}
+_SAFETENSORS_TYPES = {"f4": "F32", "f2": "F16", "i8": "I64", "i4": "I32", "i1": "I8"}
 
 
 def write_safetensors(

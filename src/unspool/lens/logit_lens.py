@@ -2,7 +2,7 @@
 
 The residual vector after each layer goes through the final norm and the head. Early layers usually
 predict nonsense; at some layer the answer appears and rises. The last layer gives the model's
-distribution.
+distribution. A tuned or a Jacobian lens (`affine_lens.py`) translates the vectors first.
 
     lens = logit_lens(lm, look(lm, generation, position))
     for layer in lens.layers:
@@ -21,6 +21,7 @@ from unspool.backends.step import Floats
 from unspool.engine.results import Candidate
 from unspool.errors import SettingsError
 from unspool.lens.activations import Activations, resolve_token
+from unspool.lens.affine_lens import AffineLens
 from unspool.notebook import bar_html, notebook_html, percent, table_html, tinted_html
 from unspool.sampling import log_softmax, score
 from unspool.session import Session
@@ -53,6 +54,7 @@ class LogitLens:
     text: str  # of the target token
     layers: tuple[LayerPrediction, ...]  # before the first layer, and after each
     logprobs: Floats | None = None  # [layers + 1, vocabulary], if requested
+    kind: str = "logit"  # or that of the affine lens: tuned, jacobian
 
     def __repr__(self) -> str:
         last = self.layers[-1]
@@ -80,6 +82,7 @@ class LogitLens:
     def to_dict(self) -> dict[str, Any]:
         """For JSON, without the full vocabulary."""
         return {
+            "kind": self.kind,
             "position": self.position,
             "token": self.token,
             "text": self.text,
@@ -94,6 +97,7 @@ def logit_lens(
     top: int = 5,
     token: int | str | None = None,
     full_vocabulary: bool = False,
+    lens: AffineLens | None = None,
 ) -> LogitLens:
     """Predictions of each layer at one position.
 
@@ -101,7 +105,8 @@ def logit_lens(
         top: number of candidates per layer.
         token: target token, an id or text that is one token; default: the picked token, or the most
             likely one at the end of the text.
-        whole: also return log-probabilities of the full vocabulary.
+        full_vocabulary: also return log-probabilities of the full vocabulary.
+        lens: translates the vectors before each layer.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:
         raise SettingsError(f"top must be an integer >= 0, got {top!r}")
@@ -111,8 +116,9 @@ def logit_lens(
     )
     layers: list[LayerPrediction] = []
     logprobs: list[Floats] = []
-    for start in range(0, len(activations.residuals), _CHUNK_LAYERS):
-        logits = lm.model.logits(activations.residuals[start : start + _CHUNK_LAYERS])
+    vectors = activations.residuals if lens is None else lens.translate(activations.residuals)
+    for start in range(0, len(vectors), _CHUNK_LAYERS):
+        logits = lm.model.logits(vectors[start : start + _CHUNK_LAYERS])
         scores = score(logits, [token_id] * len(logits), top)
         if full_vocabulary:
             logprobs.append(np.asarray(log_softmax(logits), np.float32))
@@ -137,6 +143,7 @@ def logit_lens(
         text=lm.readable(token_id, partial_utf8),
         layers=tuple(layers),
         logprobs=np.concatenate(logprobs) if full_vocabulary else None,
+        kind="logit" if lens is None else lens.kind,
     )
 
 

@@ -4,6 +4,7 @@
                   answer=" Rome", other=" Paris")
     sweep.values            # [layers, positions]: the metric of each patched run
     sweep.restored          # the same, 0 as in the corrupted run, 1 as in the clean run
+    patch(..., approximate=True)      # all cells from one gradient (attribution patching)
 
     ablate(lm, text, answer=" Rome").values     # [layers, heads]: each head removed in turn
 
@@ -36,6 +37,7 @@ from unspool.lens.activation_cache import (
     parse_site,
 )
 from unspool.lens.activations import TextLike, adapter_name, resolve_token, to_numpy, to_token_ids
+from unspool.lens.gradients import attribution_effects, check_plain, logit_goal
 from unspool.notebook import escape_html, note_html, notebook_html
 from unspool.progress import ProgressCallback, progress_bar
 from unspool.sampling import score
@@ -175,6 +177,7 @@ class _Score:
     label: str
     measure: Callable[[Floats], float]  # from the logits of the last positions
     num_logits: int = 1
+    tokens: tuple[int, int | None] | None = None  # answer and other, if it is about them
 
 
 def _make_score(
@@ -211,11 +214,13 @@ def _make_score(
         return _Score(
             f"logprob of {name}",
             lambda logits: float(score(logits[-1:], [target]).logprobs[0]),
+            tokens=(target, None),
         )
     rival = resolve_token(lm, other)
     return _Score(
         f"logit of {name} - {_token_label(lm, rival)}",
         lambda logits: float(logits[-1, target]) - float(logits[-1, rival]),
+        tokens=(target, rival),
     )
 
 
@@ -280,6 +285,7 @@ def patch(
     layers: Layers = None,
     positions: Positions = None,
     heads: Sequence[int] | None = None,
+    approximate: bool = False,
     progress: bool = True,
 ) -> Sweep:
     """Activation patching; see `LanguageModel.patch`."""
@@ -329,11 +335,37 @@ def patch(
         )
 
     cells = grid.cells(replacement)
-    with progress_bar("patching", len(cells), show=progress) as report:
-        values = _run_sweep(lm, tokens, cells, grid.shape, scored, baseline, adapter, report)
+    if approximate:
+        check_plain(lm, corrupted)
+        values = baseline + _approximate_effects(lm, source, tokens, grid, scored)
+    else:
+        with progress_bar("patching", len(cells), show=progress) as report:
+            values = _run_sweep(lm, tokens, cells, grid.shape, scored, baseline, adapter, report)
     return Sweep(
         grid.site, scored.label, grid.axes, grid.labels(lm), values, baseline, restored, cells
     )
+
+
+def _approximate_effects(
+    lm: Session,
+    clean: Sequence[int],
+    corrupted: Sequence[int],
+    grid: _Grid,
+    metric: _Score,
+) -> Floats:
+    """Estimate the effect of each cell by gradients."""
+    if metric.tokens is None:
+        raise SettingsError("approximate patching needs an answer, not a function as metric")
+    target, rival = metric.tokens
+    goal = logit_goal(target, rival, is_logprob=rival is None)
+    effects = attribution_effects(lm, clean, corrupted, grid.site, grid.layers, goal)
+    num_heads = lm.config.heads if grid.heads else 1
+    effects = effects.reshape(*effects.shape[:2], num_heads, -1).sum(-1)
+    effects = effects[:, list(grid.positions)]
+    if grid.heads:
+        effects = effects[:, :, list(grid.heads)]
+    unswept = tuple(number for number, axis in enumerate(AXES) if axis not in grid.axes)
+    return np.asarray(effects.sum(unswept), np.float32)
 
 
 def ablate(

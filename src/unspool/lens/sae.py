@@ -13,26 +13,38 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import re
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from unspool.backends.interventions import ClampFeature, Intervention, parse_hook_name
+from unspool.backends.interventions import (
+    ClampFeature,
+    Intervention,
+    Replace,
+    check_layer,
+    parse_hook_name,
+    site_width,
+)
 from unspool.backends.step import Floats
 from unspool.errors import ModelFileError, SettingsError, check_int, check_number
-from unspool.lens.activation_cache import activation_caches
+from unspool.lens.activation_cache import ActivationCache, activation_caches
+from unspool.lens.activation_files import replace_file
 from unspool.lens.activations import TextLike
+from unspool.model.config import ModelConfig
 from unspool.model.files.safetensors import SafetensorsFile
 from unspool.notebook import escape_html, note_html, notebook_html, table_html
 from unspool.session import Session
 
 ARCHITECTURES = ("standard", "topk", "jumprelu", "gated")
-_CONFIG, _WEIGHTS, _GEMMA_SCOPE = "cfg.json", "sae_weights.safetensors", "params.npz"
+SAE_CONFIG, SAE_WEIGHTS, _GEMMA_SCOPE = "cfg.json", "sae_weights.safetensors", "params.npz"
+_EXAMPLES = "examples.json"
 _LAYER_IN_PATH = re.compile(r"layer_(\d+)")
 _READ_TEXTS = 64  # texts that are read together
 _EXAMPLE_TOKENS = 12  # before and after the token of an example
@@ -52,10 +64,16 @@ class SparseAutoencoder:
     threshold: Floats  # [features]: smaller values are zero
     k: int = 0  # topk: features that a token may have
     name: str = ""
+    examples: Mapping[int, Sequence[FeatureExample]] = field(default_factory=dict, repr=False)
 
     @property
     def num_features(self) -> int:
         return len(self.encoder)
+
+    @property
+    def reading(self) -> int | None:
+        """The layer to read and to change; None for a site without layers."""
+        return None if self.site in ("embedding", "final_norm") else self.layer
 
     def __repr__(self) -> str:
         return (
@@ -90,8 +108,7 @@ class SparseAutoencoder:
             threshold=float(self.threshold[number]),
             value=check_number("the value of a feature", value),
         )
-        layers = None if self.site in ("embedding", "final_norm") else self.layer
-        return Intervention(self.site, op, layers=layers)  # type: ignore[arg-type]
+        return Intervention(self.site, op, layers=self.reading)  # type: ignore[arg-type]
 
 
 # -- files
@@ -108,13 +125,13 @@ def load_sae(
         layer: Its layer, if the folder does not say.
     """
     path = Path(folder).expanduser()
-    if (path / _CONFIG).is_file():
+    if (path / SAE_CONFIG).is_file():
         weights, config = _read_saelens(path)
     elif (path / _GEMMA_SCOPE).is_file():
         weights, config = _read_gemma_scope(path)
     else:
         raise ModelFileError(
-            f"{path}: no sparse autoencoder: it needs {_CONFIG} and {_WEIGHTS} (SAELens) or "
+            f"{path}: no sparse autoencoder: it needs {SAE_CONFIG} and {SAE_WEIGHTS} (SAELens) or "
             f"{_GEMMA_SCOPE} (Gemma Scope)"
         )
     hook = config.get("hook_name")
@@ -128,14 +145,14 @@ def load_sae(
 
 def _read_saelens(path: Path) -> tuple[dict[str, Floats], dict[str, Any]]:
     try:
-        config = json.loads((path / _CONFIG).read_text("utf-8"))
+        config = json.loads((path / SAE_CONFIG).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelFileError(f"{path / _CONFIG} cannot be read: {error}") from None
+        raise ModelFileError(f"{path / SAE_CONFIG} cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise ModelFileError(f"{path / _CONFIG}: must be a JSON object")
+        raise ModelFileError(f"{path / SAE_CONFIG}: must be a JSON object")
     metadata = config.get("metadata")
     config = {**(metadata if isinstance(metadata, dict) else {}), **config}
-    file = SafetensorsFile(path / _WEIGHTS)
+    file = SafetensorsFile(path / SAE_WEIGHTS)
     return {name: file.stored(name).float32() for name in file.tensors}, config
 
 
@@ -215,7 +232,8 @@ def _build(
         decoder_bias=decoder_bias,
         threshold=np.asarray(threshold, np.float32),
         k=int(k),
-        name=path.name,
+        name=path.resolve().name,
+        examples=_read_examples(path / _EXAMPLES),
     )
 
 
@@ -292,10 +310,19 @@ def features(
 ) -> TokenFeatures:
     """Read the active features of each token of a text; `top`: at most this many a token."""
     (cache,) = _read(lm, [text], sae)
+    active, errors = active_features(sae, cache, top)
+    return TokenFeatures(cache.tokens, cache.texts, active, np.asarray(errors, np.float32))
+
+
+def active_features(
+    sae: SparseAutoencoder, cache: ActivationCache, top: int | None
+) -> tuple[tuple[tuple[ActiveFeature, ...], ...], list[float]]:
+    """Return the active features at each position of a cache, strongest first, and the share of
+    each vector that the features do not explain."""
     vectors = _vectors(cache, sae)
     strengths = sae.encode(vectors)
     active = []
-    for position, row in enumerate(strengths):
+    for position, row in zip(cache.positions, strengths, strict=True):
         order = np.argsort(-row, kind="stable")[: int((row > 0).sum())]
         active.append(
             tuple(
@@ -305,9 +332,7 @@ def features(
         )
     missing = ((vectors - sae.decode(strengths)) ** 2).sum(-1)
     total = (vectors**2).sum(-1)
-    return TokenFeatures(
-        cache.tokens, cache.texts, tuple(active), np.asarray(missing / total, np.float32)
-    )
+    return tuple(active), np.divide(missing, total, where=total > 0, out=missing * 0).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,28 +356,47 @@ def feature_examples(
 ) -> list[FeatureExample]:
     """Return the places of a corpus where a feature is strongest, one for each text."""
     number = check_int("feature", feature, 0, sae.num_features - 1)
+    return strongest_examples(lm, texts, sae, n, [number]).get(number, [])
+
+
+def strongest_examples(
+    lm: Session,
+    texts: Iterable[TextLike],
+    sae: SparseAutoencoder,
+    n: int,
+    features: Sequence[int] | None = None,
+) -> dict[int, list[FeatureExample]]:
+    """Return the places of a corpus where features are strongest, one for each text.
+
+    Args:
+        n: Places of a feature.
+        features: Their numbers; None: all.
+    """
     check_int("n", n, 1)
-    best: list[tuple[float, int, FeatureExample]] = []
+    numbers = np.arange(sae.num_features) if features is None else np.array(features)
+    best: dict[int, list[tuple[float, int, FeatureExample]]] = {}
     batch: list[TextLike] = []
     start = 0
 
     def read_batch() -> None:
         nonlocal start
         for index, cache in enumerate(_read(lm, batch, sae), start):
-            strengths = sae.encode(_vectors(cache, sae))[:, number]
-            at = int(strengths.argmax())
-            if strengths[at] > 0:
+            strengths = sae.encode(_vectors(cache, sae))[:, numbers]
+            places = strengths.argmax(0)
+            for column in np.flatnonzero(strengths.max(0) > 0).tolist():
+                at = int(places[column])
                 example = FeatureExample(
                     index,
                     at,
-                    float(strengths[at]),
+                    float(strengths[at, column]),
                     "".join(cache.texts[max(0, at - _EXAMPLE_TOKENS) : at]),
                     cache.texts[at],
                     "".join(cache.texts[at + 1 : at + 1 + _EXAMPLE_TOKENS]),
                 )
-                heapq.heappush(best, (example.strength, -index, example))
-                if len(best) > n:
-                    heapq.heappop(best)
+                heap = best.setdefault(int(numbers[column]), [])
+                heapq.heappush(heap, (example.strength, -index, example))
+                if len(heap) > n:
+                    heapq.heappop(heap)
         start += len(batch)
         batch.clear()
 
@@ -362,20 +406,150 @@ def feature_examples(
             read_batch()
     if batch:
         read_batch()
-    return [example for _, _, example in sorted(best, key=lambda item: item[:2], reverse=True)]
+    return {
+        number: [example for _, _, example in sorted(heap, key=lambda item: item[:2], reverse=True)]
+        for number, heap in sorted(best.items())
+    }
 
 
-def _read(lm: Session, texts: Sequence[TextLike], sae: SparseAutoencoder) -> Any:
-    if sae.encoder.shape[1] != lm.config.width and sae.site != "head_out":
+def save_examples(folder: str | Path, examples: Mapping[int, Sequence[FeatureExample]]) -> None:
+    """Write examples to the folder of an autoencoder; `load_sae` reads them."""
+    content = {str(n): [item.to_dict() for item in items] for n, items in examples.items()}
+    text = json.dumps(content, ensure_ascii=False, indent=0)
+    replace_file(Path(folder) / _EXAMPLES, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def _read_examples(path: Path) -> dict[int, list[FeatureExample]]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        return {
+            int(number): [
+                FeatureExample(
+                    int(item["text_index"]),
+                    int(item["position"]),
+                    float(item["strength"]),
+                    str(item["before"]),
+                    str(item["token"]),
+                    str(item["after"]),
+                )
+                for item in items
+            ]
+            for number, items in content.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ModelFileError(f"{path} is damaged; delete it, or write it again") from None
+
+
+# -- quality
+
+
+@dataclass(frozen=True, slots=True)
+class SaeQuality:
+    """How well a sparse autoencoder stands for the vectors of a model, on some texts.
+
+    The loss recovered is (zero - reconstructed) / (zero - clean): 1 if the model predicts the
+    texts as well with the reconstruction as without it, 0 if as badly as with zeros.
+    """
+
+    tokens: int
+    fvu: float  # share of the variance that the reconstruction does not explain
+    l0: float  # active features of a token
+    dead: float  # share of the features that are active nowhere in these texts
+    loss: float  # mean cross-entropy of the texts in nats
+    loss_reconstructed: float  # with the reconstruction in place of the vectors
+    loss_zero: float  # with zeros in place of the vectors
+
+    @property
+    def loss_recovered(self) -> float:
+        gap = self.loss_zero - self.loss
+        return (self.loss_zero - self.loss_reconstructed) / gap if gap else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "loss_recovered": self.loss_recovered}
+
+
+_LONGEST = 10.0  # times the median length: longer vectors are attention sinks
+
+
+def ordinary_rows(vectors: Floats) -> npt.NDArray[np.bool_]:
+    """Which vectors of a text to train on and to measure: not the first, nor very long ones."""
+    lengths = np.linalg.norm(vectors, axis=-1)
+    ordinary: npt.NDArray[np.bool_] = lengths <= _LONGEST * np.median(lengths)
+    ordinary[0] = False
+    return ordinary
+
+
+def measure_sae(lm: Session, sae: SparseAutoencoder, texts: Iterable[TextLike]) -> SaeQuality:
+    """Measure a sparse autoencoder on texts; each is run three times.
+
+    The first position of a text and attention sinks are neither counted nor replaced.
+    """
+    losses: list[Floats] = []
+    errors = active = squares = 0.0
+    count = 0
+    total = np.zeros(sae.encoder.shape[1])
+    used = np.zeros(sae.num_features, bool)
+    batch: list[TextLike] = list(texts)
+    for cache in _read(lm, batch, sae):
+        vectors = _vectors(cache, sae)
+        rows = ordinary_rows(vectors)
+        strengths = sae.encode(vectors)
+        rebuilt = np.where(rows[:, None], sae.decode(strengths), vectors)
+        zeros = np.where(rows[:, None], np.float32(0), vectors)
+        counted = vectors[rows].astype(np.float64)
+        errors += ((rebuilt - vectors) ** 2).sum(dtype=np.float64)
+        squares, total = squares + (counted**2).sum(), total + counted.sum(0)
+        count += len(counted)
+        active += (strengths[rows] > 0).sum()
+        used |= (strengths[rows] > 0).any(0)
+        if len(cache.tokens) > 1:
+            tokens = list(cache.tokens)
+            runs: list[tuple[Intervention, ...]] = [()]
+            for values in (rebuilt, zeros):
+                shape = (1, len(values), *cache[sae.site].shape[2:])
+                op = Replace(values.reshape(*shape[:2], -1))
+                layers = None if sae.reading is None else (sae.reading,)
+                runs.append((Intervention(sae.site, op, layers, range(len(values))),))
+            scores = [lm.score(tokens, interventions=run).positions for run in runs]
+            losses.append(
+                np.array([[-p.logprob for p in score if p.logprob is not None] for score in scores])
+            )
+    if not count or not losses:
+        raise SettingsError("the texts have no tokens to measure; give longer texts")
+    loss, rebuilt_loss, zero_loss = np.concatenate(losses, axis=1).mean(1).tolist()
+    return SaeQuality(
+        tokens=count,
+        fvu=float(errors / (squares - (total**2).sum() / count)),
+        l0=float(active / count),
+        dead=1 - float(used.mean()),
+        loss=loss,
+        loss_reconstructed=rebuilt_loss,
+        loss_zero=zero_loss,
+    )
+
+
+def check_model(sae: SparseAutoencoder, config: ModelConfig) -> None:
+    """Raise SettingsError if an autoencoder is of another model."""
+    layer = check_layer(config, sae.site, sae.layer) if sae.reading is not None else 0
+    width = site_width(config, sae.site, layer)
+    if sae.encoder.shape[1] != width:
         raise SettingsError(
-            f"the autoencoder reads vectors of width {sae.encoder.shape[1]}, and the model has "
-            f"{lm.config.width}: it is of another model"
+            f"the autoencoder reads vectors of width {sae.encoder.shape[1]}, and {sae.site} of the "
+            f"model has {width}: it is of another model"
         )
-    layers = None if sae.site in ("embedding", "final_norm") else sae.layer
-    return activation_caches(lm, list(texts), sites=sae.site, layers=layers)
 
 
-def _vectors(cache: Any, sae: SparseAutoencoder) -> Floats:
+def _read(
+    lm: Session, texts: Sequence[TextLike], sae: SparseAutoencoder
+) -> Iterator[ActivationCache]:
+    check_model(sae, lm.config)
+    return activation_caches(lm, list(texts), sites=sae.site, layers=sae.reading)
+
+
+def _vectors(cache: ActivationCache, sae: SparseAutoencoder) -> Floats:
     array = cache[sae.site]
     rows = array[0] if sae.site in cache.layers else array
     return np.asarray(rows.reshape(len(rows), -1))

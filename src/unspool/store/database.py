@@ -17,12 +17,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import queue
+import shutil
 import sqlite3
+import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +33,7 @@ from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from unspool.engine.results import Step
-from unspool.errors import StorageError, UnspoolError
+from unspool.errors import StorageError, UnspoolError, count
 from unspool.store.steps import decode_steps, encode_steps
 
 VERSION = 1
@@ -117,26 +120,42 @@ class StoredVocabulary:
 class Database:
     """A SQLite database and the thread that owns it."""
 
-    def __init__(self, path: Path, *, say: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+        is_readonly: bool = False,
+    ) -> None:
         """Open or create the database.
 
-        A damaged one is moved aside, and a new one is created; `say` gets a message about it.
+        A damaged one is moved aside, and a new one is created with all that can still be read;
+        `say` gets a message about it. With `is_readonly` a temporary copy is used: it can be
+        changed, and is deleted when it is closed.
 
         Raises:
             UnspoolError: It was written by a newer version, or cannot be opened.
         """
-        self.path = path
+        self.path, self.is_readonly = path, is_readonly
         try:
-            self._db = self._open()
+            if is_readonly:
+                with contextlib.closing(Connection.open(path, readonly=True)) as source:
+                    self._db = source.copy()
+            else:
+                self._db = Connection.open(path)
         except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError) and "not a database" not in str(error):
+            is_damaged = not isinstance(error, sqlite3.OperationalError)
+            if is_readonly or not (is_damaged or "not a database" in str(error)):
                 raise UnspoolError(f"{path} cannot be opened: {error}") from error
             aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
             for suffix in ("", "-wal", "-shm"):
                 with contextlib.suppress(FileNotFoundError):
                     Path(f"{path}{suffix}").rename(f"{aside}{suffix}")
-            say(f"{path} is damaged ({error}); it was moved to {aside}, and a new one is used")
-            self._db = self._open()
+            self._db = Connection.open(path)
+            say(
+                f"{path} is damaged ({error}); it was moved to {aside}, and a new one has what "
+                f"could be read of it: {salvage(aside, self._db)}"
+            )
         self._jobs: queue.SimpleQueue[tuple[Callable[[Connection], Any], Future[Any]] | None] = (
             queue.SimpleQueue()
         )
@@ -144,9 +163,6 @@ class Database:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="unspool-store", daemon=True)
         self._thread.start()
-
-    def _open(self) -> Connection:
-        return Connection.open(self.path)
 
     def submit(self, job: Callable[[Connection], Result]) -> Future[Result]:
         """Run a job in the next transaction. Its future is done when the change is on the disk."""
@@ -173,13 +189,17 @@ class Database:
                 while len(batch) < _MAX_JOBS:
                     batch.append(self._jobs.get_nowait())
             is_open = None not in batch
-            self._run_batch([item for item in batch if item is not None])
+            jobs = [item for item in batch if item is not None]
+            # A request that was cancelled meanwhile waits for nothing.
+            self._run_batch([job for job in jobs if job[1].set_running_or_notify_cancel()])
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
 
     def _run_batch(self, batch: list[tuple[Callable[[Connection], Any], Future[Any]]]) -> None:
         """Run jobs in one transaction; one that fails is undone alone."""
         outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
+        if not batch:
+            return
         try:
             self._db.run("BEGIN IMMEDIATE")
             for job, future in batch:
@@ -209,32 +229,76 @@ class Database:
                 future.set_exception(describe_error(failure) if is_sql else failure)  # type: ignore[arg-type]
 
 
+def _connect(name: str | Path) -> sqlite3.Connection:
+    """Connect to a file, a URI, or ("") a temporary database."""
+    return sqlite3.connect(
+        name,
+        uri=isinstance(name, str),
+        isolation_level=None,
+        check_same_thread=False,
+        timeout=_BUSY_SECONDS,
+    )
+
+
 class Connection:
     """A connection, and the statements that jobs use."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of a temporary copy
 
     @classmethod
     def open(cls, path: Path, *, readonly: bool = False) -> Connection:
         """Open a database; create it unless it is opened for reading only.
 
-        A reader may be another process than the writer.
+        A reader may be another process than the writer, and its folder may be read-only.
         """
         if readonly:
-            uri = f"{path.resolve().as_uri()}?mode=ro"
-            db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=_BUSY_SECONDS)
+            self = cls._open_readonly(path)
         else:
-            db = sqlite3.connect(
-                path, isolation_level=None, check_same_thread=False, timeout=_BUSY_SECONDS
-            )
-        self = cls(db)
+            if not path.exists():
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # for its owner only
+            self = cls(_connect(path))
         try:
             self._prepare(path, readonly=readonly)
         except BaseException:
-            db.close()
+            self.close()
             raise
         return self
+
+    @classmethod
+    def _open_readonly(cls, path: Path) -> Connection:
+        with contextlib.suppress(sqlite3.OperationalError):
+            self = cls(_connect(f"{path.resolve().as_uri()}?mode=ro"))
+            try:
+                self.value("PRAGMA user_version")
+                return self
+            except sqlite3.Error:
+                self.close()
+                raise
+        # SQLite reads a database with a write-ahead log only where it can create the log's index.
+        folder = tempfile.TemporaryDirectory(prefix="unspool-")
+        try:
+            for file in (path, Path(f"{path}-wal")):
+                if file.exists():
+                    shutil.copyfile(file, Path(folder.name, file.name))
+            self = cls(_connect(Path(folder.name, path.name)))
+        except OSError as error:
+            folder.cleanup()
+            raise UnspoolError(f"{path} cannot be read: {error.strerror or error}") from error
+        self._folder = folder
+        return self
+
+    def copy(self) -> Connection:
+        """Return a temporary copy of the database, which is deleted when it is closed."""
+        copied = Connection(_connect(""))
+        try:
+            self._db.backup(copied._db)
+            copied._prepare(Path("the copy"), readonly=False)
+        except BaseException:
+            copied.close()
+            raise
+        return copied
 
     def _prepare(self, path: Path, *, readonly: bool) -> None:
         version = self.value("PRAGMA user_version")
@@ -249,6 +313,7 @@ class Connection:
             raise sqlite3.DatabaseError("its content is malformed")
         self.run("PRAGMA journal_mode=WAL")
         self.run("PRAGMA synchronous=FULL")
+        self.run("PRAGMA checkpoint_fullfsync=1")  # macOS: the disk's cache is written, too
         self.run("PRAGMA temp_store=MEMORY")
         if version == 0:
             self.run("BEGIN IMMEDIATE")
@@ -265,6 +330,8 @@ class Connection:
 
     def close(self) -> None:
         self._db.close()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def run(self, statement: str, values: Sequence[Any] | dict[str, Any] = ()) -> sqlite3.Cursor:
         return self._db.execute(statement, values)
@@ -336,12 +403,12 @@ class Connection:
     def read_steps(self, branch: int) -> list[bytes | int]:
         """Return a branch's segments, each followed by how many of its steps are the branch's."""
         parts: list[bytes | int] = []
-        for data, count in self.rows(
+        for row in self.rows(
             "SELECT data, count FROM parts JOIN segments ON segment=id WHERE branch=? "
             "ORDER BY start",
             (branch,),
         ):
-            parts += [data, count]
+            parts += row
         return parts
 
     def merge_segments(self, branch: int) -> None:
@@ -431,6 +498,79 @@ def join_steps(parts: Iterable[bytes | int]) -> list[Step]:
         assert isinstance(data, bytes) and isinstance(count, int)
         steps += decode_steps(data)[:count]
     return steps
+
+
+def salvage(damaged: Path, target: Connection) -> str:
+    """Copy what can be read of a damaged database into a new one; return what it is, in words.
+
+    A branch keeps its steps up to the first one that is lost.
+    """
+    try:
+        source = Connection.open(damaged, readonly=True)
+    except (sqlite3.Error, UnspoolError):
+        return "nothing"
+    with contextlib.closing(source):
+        target.run("BEGIN IMMEDIATE")
+        try:
+            for table, is_whole in _SALVAGED.items():
+                for row in _readable_rows(source, target, table):
+                    with contextlib.suppress(
+                        sqlite3.Error, zlib.error, ValueError, KeyError, TypeError, IndexError
+                    ):
+                        is_whole(row)
+                        target.insert(table, row)
+            target.run("DELETE FROM branches WHERE prompt NOT IN (SELECT hash FROM prompts)")
+            target.run("DELETE FROM parts WHERE branch NOT IN (SELECT number FROM branches)")
+            target.run("UPDATE branches SET indexed=0")
+            _cut_gaps(target)
+            target.run("COMMIT")
+        except BaseException:
+            target.run("ROLLBACK")
+            raise
+    sessions = target.value("SELECT count(*) FROM sessions")
+    branches = target.value("SELECT count(*) FROM branches")
+    return f"{count(sessions, 'session')} with {count(branches, 'text')}"
+
+
+def _check_branch(row: dict[str, Any]) -> None:
+    for name in ("settings", "state", "bookmarks"):
+        json.loads(row[name])
+
+
+# Tables and what raises an error for a row that is not whole.
+_SALVAGED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "vocabularies": lambda row: StoredVocabulary.from_bytes(row["data"]),
+    "prompts": lambda row: json.loads(zlib.decompress(row["data"])),
+    "segments": lambda row: decode_steps(row["data"]),
+    "parts": lambda row: None,
+    "branches": _check_branch,
+    "sessions": lambda row: json.loads(row["view"]),
+}
+
+
+def _readable_rows(source: Connection, target: Connection, table: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table from both ends up to what cannot be read."""
+    columns = [name for _, name, *_ in target.rows(f"PRAGMA table_info({table})")]
+    key = "branch {0}, start {0}" if table == "parts" else "rowid {0}"
+    for direction in ("ASC", "DESC"):
+        try:
+            order = key.format(direction)
+            for row in source.run(f"SELECT {','.join(columns)} FROM {table} ORDER BY {order}"):
+                yield dict(zip(columns, row, strict=True))
+            return
+        except sqlite3.Error:
+            continue
+
+
+def _cut_gaps(db: Connection) -> None:
+    """Remove the parts of each branch after one that is lost."""
+    segments = {number for (number,) in db.rows("SELECT id FROM segments")}
+    ends: dict[int, int] = {}
+    for branch, start, segment, length in db.rows("SELECT * FROM parts ORDER BY branch, start"):
+        if start == ends.get(branch, 0) and segment in segments:
+            ends[branch] = start + length
+        else:
+            db.run("DELETE FROM parts WHERE branch=? AND start=?", (branch, start))
 
 
 def content_hash(*parts: bytes) -> str:

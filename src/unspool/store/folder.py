@@ -5,11 +5,12 @@
     DIR/lock        the process that writes here
 
 One process at a time writes to a folder. The lock is the system's own: it ends with its process,
-also after `kill -9`.
+also after `kill -9`. A folder on a read-only disk, or of another user, can still be read.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -42,18 +43,29 @@ def default_folder() -> Path:
 class StateFolder:
     """A folder that this process may write to, until it is closed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, allow_readonly: bool = False) -> None:
         """Create the folder if necessary, and lock it.
+
+        With `allow_readonly`, a folder whose texts can only be read is accepted: then `is_readonly`
+        is true, and nothing is locked.
 
         Raises:
             FolderInUseError: Another process writes to it; the message says which.
             UnspoolError: The folder cannot be used.
         """
         self.path = path.expanduser()
+        self.is_readonly = False
+        self._file: IO[str] | None = None
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file: IO[str] | None = (self.path / "lock").open("a+", encoding="utf-8")
+            self._file = (self.path / "lock").open("a+", encoding="utf-8")
+            if self.database.exists() and not os.access(self.database, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
+            self.close()
+            if allow_readonly and os.access(self.database, os.R_OK):
+                self.is_readonly = True
+                return
             raise UnspoolError(
                 f"the state folder {self.path} cannot be used: {error.strerror or error}"
             ) from error
@@ -71,6 +83,11 @@ class StateFolder:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         json.dump({"pid": os.getpid(), "command": command, "since": since}, self._file)
         self._file.flush()
+
+    @property
+    def readonly_note(self) -> str:
+        """What to tell the user of a folder that can only be read."""
+        return f"the state folder {self.path} can only be read: new texts and changes are not saved"
 
     @property
     def database(self) -> Path:

@@ -7,8 +7,8 @@
 | markdown | a heading for each turn, such as `## user`                  |
 | text     | plain text                                                  |
 
-The page opens and writes more: files of looms, mikupad and SillyTavern, and Unspool's own with all
-steps (`page/code/share/formats.js`).
+Those that hold several versions of a text are in `looms.py`. The page opens and writes the same
+formats (`page/code/share/formats.js`), and Unspool's own with all steps.
 """
 
 from __future__ import annotations
@@ -21,8 +21,25 @@ from pathlib import Path
 from typing import Any
 
 from unspool.errors import UnspoolError
+from unspool.store.looms import (
+    TextTree,
+    read_trees,
+    tree_of_chats,
+    tree_of_texts,
+    write_loom,
+    write_mikupad,
+    write_openloom,
+    write_sillytavern,
+)
 
-FORMATS = {".jsonl": "messages", ".json": "sharegpt", ".md": "markdown", ".txt": "text"}
+SUFFIXES = {".jsonl": "messages", ".json": "sharegpt", ".md": "markdown", ".txt": "text"}
+_TREE_WRITERS = {
+    "openloom": write_openloom,
+    "loom": write_loom,
+    "mikupad": write_mikupad,
+    "sillytavern": write_sillytavern,
+}
+FORMATS = (*sorted({*SUFFIXES.values()}), *_TREE_WRITERS)
 MAX_FILE_BYTES = 64 << 20
 MAX_TEXTS = 200  # of a file
 _ROLES = {
@@ -32,7 +49,9 @@ _ROLES = {
 _SHAREGPT_ROLES = {"user": "human", "assistant": "gpt"}
 _HEADING = re.compile(r"## (system|user|assistant)[ \t]*", re.IGNORECASE)
 _ESCAPED_HEADING = re.compile(r"\\*## ")
-_ELSEWHERE = "; unspool page opens files of looms, mikupad, SillyTavern and its own"
+_ELSEWHERE = (
+    "; known: OpenAI messages, ShareGPT, OpenLoom, loom, mikupad, SillyTavern, Markdown and text"
+)
 
 Messages = list[dict[str, str]]
 
@@ -53,7 +72,9 @@ class PortableText:
 
 
 def write_texts(texts: Sequence[PortableText], kind: str) -> str:
-    """Return texts as a file of a format."""
+    """Return the texts of a session as a file of a format."""
+    if kind in _TREE_WRITERS:
+        return _TREE_WRITERS[kind](_tree_of(texts, has_roles=kind == "sillytavern")) + "\n"
     if kind == "messages":
         rows = [{"messages": _messages(text)} for text in texts]
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -82,6 +103,25 @@ def write_texts(texts: Sequence[PortableText], kind: str) -> str:
     return "\n\n".join(text.describe() for text in texts) + "\n"
 
 
+def _tree_of(texts: Sequence[PortableText], *, has_roles: bool) -> TextTree:
+    """The texts of a session as a tree; with `has_roles` a plain text is a message of the user."""
+    title = texts[0].title
+    if has_roles or all(text.messages for text in texts):
+        paths = ([(item["role"], item["content"]) for item in _messages(text)] for text in texts)
+        return tree_of_chats(title, paths)
+    return tree_of_texts(title, [text.describe() for text in texts])
+
+
+def _texts_of(tree: TextTree) -> list[PortableText]:
+    """The texts of a tree: a session."""
+    if tree.is_chat:
+        return [
+            PortableText(tree.title, "", [{"role": role, "content": text} for role, text in path])
+            for path in tree.paths()
+        ]
+    return [PortableText(tree.title, "".join(text for _, text in path)) for path in tree.paths()]
+
+
 def _messages(text: PortableText) -> Messages:
     return text.messages or [{"role": "user", "content": text.text}]
 
@@ -99,8 +139,8 @@ def _write_markdown(text: PortableText) -> str:
     return "\n".join(parts)
 
 
-def read_file(path: Path) -> list[PortableText]:
-    """Read the texts of a file; its content says which format it has.
+def read_file(path: Path) -> list[list[PortableText]]:
+    """Read the sessions of a file, each with its texts; its content says which format it has.
 
     Raises:
         UnspoolError: The file cannot be read, or has another format.
@@ -112,16 +152,16 @@ def read_file(path: Path) -> list[PortableText]:
     except OSError as error:
         raise UnspoolError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
-        texts = read_texts(content, path.stem if path.suffix in FORMATS else path.name)
+        sessions = read_texts(content, path.stem if path.suffix in SUFFIXES else path.name)
     except UnspoolError as error:
         raise UnspoolError(f"{path}: {error}") from None
-    if len(texts) > MAX_TEXTS:
-        raise UnspoolError(f"{path} has {len(texts):,} texts; at most {MAX_TEXTS} can be imported")
-    return texts
+    if (number := sum(map(len, sessions))) > MAX_TEXTS:
+        raise UnspoolError(f"{path} has {number:,} texts; at most {MAX_TEXTS} can be imported")
+    return sessions
 
 
-def read_texts(content: bytes, title: str) -> list[PortableText]:
-    """Return the texts of a file's content; `title` is that of a plain text."""
+def read_texts(content: bytes, title: str) -> list[list[PortableText]]:
+    """Return the sessions of a file's content; `title` is that of a plain text."""
     if content.startswith(b"\x1f\x8b"):
         raise UnspoolError(f"compressed files are not supported{_ELSEWHERE}")
     try:
@@ -134,9 +174,15 @@ def read_texts(content: bytes, title: str) -> list[PortableText]:
         raise UnspoolError("the file is not a text: it has null characters")
     rows = _json_rows(words)
     if rows is not None:
-        return _read_conversations(rows)
+        trees = read_trees(rows[0] if len(rows) == 1 else rows)
+        sessions = [_texts_of(tree) for tree in trees or ()]
+        if trees is None:
+            sessions = [[text] for text in _read_conversations(rows)]
+        if not any(sessions):
+            raise UnspoolError("the file has no text")
+        return [texts for texts in sessions if texts]
     words = words.replace("\r\n", "\n").replace("\r", "\n")
-    return [_read_markdown(words) or PortableText(title, words)]
+    return [[_read_markdown(words) or PortableText(title, words)]]
 
 
 def _json_rows(words: str) -> list[Any] | None:

@@ -7,6 +7,7 @@ import typer
 from unspool.cli.train.data import data, tokenizer
 from unspool.cli.train.new import new
 from unspool.cli.train.runs import export, judge, runs
+from unspool.cli.train.sae import sae
 from unspool.cli.train.scaling import scaling
 from unspool.cli.train.tuning import dpo, grpo, merge, task, tune, twin
 
@@ -21,6 +22,7 @@ train = typer.Typer(
     "unspool train books/ --depth 8   ·   unspool train new --help   ·   unspool train runs",
 )
 for _function in (
-    new, tune, dpo, grpo, twin, merge, task, runs, data, tokenizer, judge, export, scaling
+    new, tune, dpo, grpo, twin, merge, task, runs, data, tokenizer, judge, export, scaling,
+    sae,
 ):  # fmt: skip
     train.command(_function.__name__)(_function)

@@ -22,6 +22,7 @@ import numpy as np
 from unspool.decoding.branches import check_int
 from unspool.decoding.infill.causal import (
     Drafting,
+    Inside,
     drafted,
     rank,
     start_ids,
@@ -382,8 +383,12 @@ def propose_replacements(
     reach: int | None,
     twin: MaskedModel | None = None,
     trust: float = 0.0,
+    shortlist: int | None = None,
 ) -> tuple[Filled, ...]:
     """Replacements of a unit, best first, the current text included.
+
+    With `shortlist`, all candidates are ranked by the next tokens only, and then this many of them
+    by `reach`, unless the current text is clearly the best already.
 
     A word is replaced by a word and punctuation by punctuation, so that texts of similar length are
     compared: a shorter text is nearly always likelier. Scores are the model's; order and
@@ -408,7 +413,13 @@ def propose_replacements(
             )
             masked = fill_by_masks(twin, near, candidates=how.candidates)
             candidates += [filled.texts[0] for filled in masked]
-    pool = dict.fromkeys((candidate,) for candidate in (unit.text, *candidates) if fits(candidate))
+    pool: list[Inside] = [(text,) for text in dict.fromkeys((unit.text, *candidates)) if fits(text)]
+    if shortlist is not None:
+        ranked = rank(lm, gapped, pool, reach=_SHORTLIST_REACH, free=True)
+        if ranked[0].texts[0] == unit.text and ranked[0].probability >= _CLEARLY_BEST:
+            return ranked
+        finalists = {filled.texts for filled in ranked[:shortlist]}
+        pool = [texts for texts in pool if texts in finalists or texts == (unit.text,)]
     return _rank_with_trust(rank(lm, gapped, pool, reach=reach, free=True), unit.text, trust)
 
 
@@ -433,12 +444,13 @@ def _rank_with_trust(candidates: Sequence[Filled], old: str, trust: float) -> tu
     )
 
 
+_SHORTLIST_REACH, _CLEARLY_BEST = 3, 0.9
 _MASKED_CONTEXT_CHARS = 1_000  # on each side, for a masked model
 
 
 DiffKind = Literal["same", "removed", "added"]
 _PIECES = re.compile(r"\s+|\w+|[^\w\s]")
-_MIN_SURPRISE = 0.5  # nats below which a word is skipped
+MIN_SURPRISE = 0.5  # nats below which a word is skipped
 _CONTEXT_CHARS = 200  # around a word; if they change, the word is tried again
 
 
@@ -608,7 +620,7 @@ class _Reviser:
         shifts: list[tuple[int, int]] = []  # (offset, length change) of the changes in this pass
         num_tried, is_changed = 0, False
         for unit in split_units(edit.text, token_doubts):
-            if num_tried == places or unit.doubt < _MIN_SURPRISE or self._is_spent():
+            if num_tried == places or unit.doubt < MIN_SURPRISE or self._is_spent():
                 break
             moved = unit.start + sum(by for at, by in shifts if at <= unit.start)
             if not self._is_new(unit, moved):

@@ -169,7 +169,6 @@ def truncate_text(lm: Session, text: str, count: int | None) -> str:
 
 _KEY_CHARS = 12  # of the suffix, searched for in drafts
 _EXTRA_TOKENS = 2  # drafted beyond the gap: tokenized again, the text may have fewer
-_REPEATED_CHARS = 240  # of the prefix, repeated after the whole text
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +180,7 @@ class Drafting:
     drafts: int = 6  # of them that are continued
     candidates: int = 20  # cuts to score in full
     stop: tuple[str, ...] = ()  # strings that end a draft
+    repeated_chars: int = 240  # of the prefix, repeated after the whole text
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,18 +200,17 @@ def drafted(
     sources = [_draft_cuts(lm, prefix, suffix, gap, how)]
     if suffix.strip():
         second_settings = replace(how, singles=how.candidates)
-        sources.append(
-            _draft_cuts(lm, f"{prefix}___{suffix}\n{_tail(prefix)}", suffix, gap, second_settings)
-        )
+        again = f"{prefix}___{suffix}\n{_tail(prefix, how.repeated_chars)}"
+        sources.append(_draft_cuts(lm, again, suffix, gap, second_settings))
     alternating = dict.fromkeys(
         text for pair in zip_longest(*sources) for text in pair if text is not None
     )
     return list(islice(filter(fits, alternating), how.candidates))
 
 
-def _tail(text: str) -> str:
+def _tail(text: str, size: int) -> str:
     """The end of a text, starting at a word."""
-    return text if len(text) <= _REPEATED_CHARS else text[-_REPEATED_CHARS:].partition(" ")[2]
+    return text if len(text) <= size else text[-size:].partition(" ")[2]
 
 
 def _draft_cuts(lm: Session, prefix: str, suffix: str, gap: Gap, how: Drafting) -> list[str]:

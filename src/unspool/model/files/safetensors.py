@@ -74,6 +74,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._map = map_file(path)
+        self.metadata: dict[str, str] = {}  # texts that the header has beside the tensors
         self.tensors = self._parse()
 
     def _broken(self, why: str) -> ModelFileError:
@@ -89,6 +90,9 @@ class SafetensorsFile:
         if length > min(size - 8, _LARGEST_HEADER):
             raise self._broken(f"it claims a header of {length:,} bytes")
         header = self._json(self._map[8 : 8 + length])
+        metadata = header.get("__metadata__")
+        if isinstance(metadata, dict):
+            self.metadata = {name: str(value) for name, value in metadata.items()}
         return {
             name: self._placed(name, entry, data_start=8 + length)
             for name, entry in header.items()

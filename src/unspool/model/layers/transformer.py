@@ -170,14 +170,18 @@ class Attention(nn.Module):
             if self.has_own_kv:
                 keys[:, :, start:end], values[:, :, start:end] = key, value
             key, value = keys[:, :, :end], values[:, :, :end]
-        mixed = torch.cat(
+        mixed = self.attend(query, key, value, start)
+        return self.project_output(mixed.transpose(1, 2).reshape(batch, count, -1), x)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, start: int = 0) -> Tensor:
+        """Attention output for queries from position `start` on, [batch, heads, count, width]."""
+        return torch.cat(
             [
                 self._attend(query[:, :, at : at + QUERY_CHUNK], key, value, start + at)
-                for at in range(0, count, QUERY_CHUNK)
+                for at in range(0, query.shape[2], QUERY_CHUNK)
             ],
             dim=2,
         )
-        return self.project_output(mixed.transpose(1, 2).reshape(batch, count, -1), x)
 
     def project_output(self, mixed: Tensor, x: Tensor, hook: SiteHook | None = None) -> Tensor:
         """Gate and project the heads' outputs; `x` is the layer's input."""

@@ -124,7 +124,7 @@ async function writeFrom(prompt) {
 }
 
 /** Create a branch in the session that is open, or else in a new one. */
-async function createInSession(body) {
+export async function createInSession(body) {
   const isNew = state.session === null;
   if (isNew) state.session = (await api.post("/v1/tree/sessions")).id;
   try {
@@ -137,8 +137,14 @@ async function createInSession(body) {
   }
 }
 
-/** Show an empty page for a new text; the current one stays in the library. */
+/** Show an empty page for a new text, with the focus in the prompt; the current one stays in the library. */
 export async function newText() {
+  await clearText();
+  requestAnimationFrame(() => document.getElementById("prompt")?.focus());
+}
+
+/** Show an empty page for a new text. */
+export async function clearText() {
   await pauseWriting();
   openView("write");
   loadHistory(null);
@@ -148,7 +154,6 @@ export async function newText() {
   state.isFirstVisit = false;
   setCurrent(null);
   changed("branches", "session");
-  requestAnimationFrame(() => document.getElementById("prompt")?.focus());
 }
 
 export function toggleLibrary(isOpen = !state.library) {
@@ -426,10 +431,9 @@ export async function showBranch(id) {
   if (branch.hidden?.wasCurrent) await jump(id);
 }
 
-/** Delete a branch on the server; `keepalive` lets the request finish when the page closes. */
+/** Delete a branch on the server, also when the page closes. */
 export function deleteOnServer(id) {
-  const headers = api.key ? { authorization: `Bearer ${api.key}` } : {};
-  fetch(`/v1/tree/${id}`, { method: "DELETE", headers, keepalive: true }).catch(() => {});
+  api.deleteLater(`/v1/tree/${id}`);
 }
 
 // -- branches that views create: dropped when they are no longer shown, unless the user did something with them

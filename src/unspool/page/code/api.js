@@ -1,4 +1,9 @@
-// HTTP requests to the server: JSON, and streams of server-sent events.
+// Requests to the server, or to the engine in this tab: JSON, and streams of server-sent events.
+
+import { isTab, requestTab } from "./tab/client.js";
+
+/** The one place where requests leave the page. */
+const send = isTab ? requestTab : (path, options) => fetch(path, options);
 
 export class ApiError extends Error {
   /** An error that the server answered with; status 0: it did not answer. */
@@ -44,6 +49,12 @@ export const api = {
   post: (path, body = {}, options) => requestJson("POST", path, body, options),
   patch: (path, body = {}, options) => requestJson("PATCH", path, body, options),
   delete: (path, options) => requestJson("DELETE", path, undefined, options),
+
+  /** Delete without waiting; the request is finished when the page closes. */
+  deleteLater(path) {
+    const headers = this.key ? { authorization: `Bearer ${this.key}` } : {};
+    send(path, { method: "DELETE", headers, keepalive: true }).catch(() => {});
+  },
 
   /** Yield events as they arrive: `{event, data, id}`. POST if there is a body. */
   async *stream(path, body = null, { signal, answered = () => {} } = {}) {
@@ -124,7 +135,7 @@ async function sendRequest(method, path, body, signal, isRetry = false) {
   try {
     // A lone surrogate is valid in JSON but not in UTF-8.
     const text = body === undefined ? undefined : JSON.stringify(body, wellFormed);
-    answer = await fetch(path, { method, headers, body: text, signal });
+    answer = await send(path, { method, headers, body: text, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, NO_ANSWER);

@@ -10,7 +10,8 @@ import { html, Lazy, listenForDrops, render, storage, useChanges, useEffect, use
 import { ModelNotice, restoreModel, shortName } from "./models.js";
 import { followAddress, hrefOf, restoreTab, saveTabOnChanges } from "./navigation.js";
 import { changed, currentBranch, state } from "./state.js";
-import { PANELS, PLACES, viewNamed, viewsOf } from "./views.js";
+import { isTab } from "./tab/client.js";
+import { missingViews, PANELS, PLACES, viewNamed, viewsOf } from "./views.js";
 import { clearSpan, selectSpan } from "./write/edits.js";
 import { WriteView } from "./write/view.js";
 
@@ -26,15 +27,16 @@ function App() {
     ${view.name === "write" ? html`<a class="skip" href="#prompt" onClick=${focusPrompt}>Skip to the prompt</a>`
       : html`<a class="skip" href="#view">Skip to the content</a>`}
     <${Header} openDialog=${setDialog} place=${view.place} />
-    <${ServerNotice} />
+    ${isTab ? html`<${Lazy} file="./tab/notice.js" name="TabNotice" />` : html`<${ServerNotice} />`}
     <${ModelNotice} />
     <main id="view" class=${`place-${view.place} view-${view.name}`} tabindex="-1">
-      ${views.length > 1 && html`<${ViewTabs} views=${views} now=${view} />`}
+      ${(views.length > 1 || missingViews(view.place).length > 0) && html`<${ViewTabs} views=${views} now=${view} />`}
       ${view.name === "write" ? html`<${WriteView} />`
         : html`<${Lazy} key=${view.component} file=${view.file} name=${view.component} ...${view.props} />`}
     </main>
     ${dialog === "share" && html`<${Lazy} file="./share/dialog.js" name="ShareDialog" close=${close} />`}
-    ${dialog === "models" && html`<${Lazy} file="./model_dialog.js" name="ModelDialog" close=${close} />`}
+    ${dialog === "models" && (isTab ? html`<${Lazy} file="./tab/notice.js" name="TabModelDialog" close=${close} />`
+      : html`<${Lazy} file="./model_dialog.js" name="ModelDialog" close=${close} />`)}
     ${dialog === "keys" && html`<${KeysDialog} close=${close} />`}
     ${dialog === "help" && html`<${HelpDialog} close=${close} />`}
     <${Lazy} file="./tour.js" name="Tour" quiet />`;
@@ -56,7 +58,7 @@ const lastViews = {}; // place -> the view of it that was shown last
 function Header({ openDialog, place }) {
   lastViews[place] = state.view;
   return html`<header class="head">
-    <h1><a href="/" aria-label="Unspool"><img src="/page/icon.svg" alt="" width="26" height="26" /> <span>Unspool</span></a></h1>
+    <h1><a href="./" aria-label="Unspool"><img src=${new URL("../icon.svg", import.meta.url).pathname} alt="" width="26" height="26" /> <span>Unspool</span></a></h1>
     <nav class="places" aria-label="Places">
       ${PLACES.map(({ name, title }) => html`<${ViewLink} key=${name} id=${`place-${name}`} view=${lastViews[name] ?? viewsOf(name)[0].name}
         aria-current=${place === name ? "page" : null}>${title}<//>`)}
@@ -71,9 +73,11 @@ function Header({ openDialog, place }) {
 /** The views of a place. */
 function ViewTabs({ views, now }) {
   const nav = useRef();
+  const missing = missingViews(now.place);
   useEffect(() => nav.current.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" }), [now.name]);
   return html`<nav class="views" aria-label="Views" ref=${nav}>${views.map(({ name, title }) => html`<${ViewLink} key=${name} view=${name}
-    id=${`view-${name}`} aria-current=${name === now.name ? "page" : null}>${title}<//>`)}</nav>`;
+    id=${`view-${name}`} aria-current=${name === now.name ? "page" : null}>${title}<//>`)}
+    ${missing.length > 0 && html`<span class="quiet small missing">${missing.join(", ")}: with a server</span>`}</nav>`;
 }
 
 function focusPrompt(event) {
@@ -246,7 +250,9 @@ const HelpDialog = ({ close }) => html`<${Dialog} name="help" title="Help" close
   <table class="keys"><tbody>${PLACES.map(({ title, about }) => html`<tr><th scope="row"><b>${title}</b></th><td>${about}</td></tr>`)}</tbody></table>
   <p>Point at a token to see the candidates and how one was sampled. Click another candidate to continue from there. Every
     text is kept in the library.</p>
-  <p>The page uses only the server's HTTP API: <a href="/docs">its reference</a>.</p><//>`;
+  ${isTab ? html`<p>The model runs in this browser tab: nothing that you write leaves it. Training, search, diffusion and
+      steering need a server: <code>pip install unspool</code>, then <code>unspool page</code>.</p>`
+    : html`<p>The page uses only the server's HTTP API: <a href="/docs">its reference</a>.</p>`}<//>`;
 
 async function restorePage() {
   await restoreTab();

@@ -8,10 +8,13 @@ import { adopt, changed, currentBranch, on, state } from "./state.js";
 import { PANELS, viewNamed } from "./views.js";
 import { writeFirstText } from "./write/first.js";
 
+/** The id of the text that is shown; null for one that the server does not have. A text that is played is its original. */
+const shownId = () => currentBranch()?.copyOf ?? (currentBranch()?.recorded ? null : state.current);
+
 /** The address of a view with the current text. */
 export function hrefOf(view) {
   const query = new URLSearchParams(location.search);
-  const values = { view: view === "write" ? null : view, text: currentBranch()?.recorded ? null : state.current };
+  const values = { view: view === "write" ? null : view, text: shownId() };
   for (const [name, value] of Object.entries(values)) {
     if (value) query.set(name, value);
     else query.delete(name);
@@ -80,6 +83,7 @@ export function saveTabOnChanges() {
   const saveNow = () => {
     const branches = [...state.branches.values()].filter((branch) => !branch.recorded);
     const saved = Object.fromEntries(SAVED_FIELDS.map((name) => [name, state[name]]));
+    saved.current = shownId();
     saved.branches = branches.map(({ id, runs }) => [id, runs]);
     try {
       sessionStorage.setItem(STORAGE_KEY, JSON.stringify(saved));
@@ -123,7 +127,12 @@ export async function restoreTab() {
   if (state.branches.has(id)) await ensureSteps(id).catch(() => {});
   const isShown = id !== null && await openText(id);
   const isNewTab = !isShown && !saved;
-  const isLatest = isNewTab && await openLatest();
+  const { hash } = location;
+  const isLatest = isNewTab && !hash && await openLatest();
   finishRestoring();
+  if (hash) {
+    const { isLink, openLink } = await import("./share/link.js");
+    if (isLink(hash)) return void openLink(hash);
+  }
   if (isNewTab && !isLatest && state.view === "write") writeFirstText();
 }

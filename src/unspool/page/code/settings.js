@@ -1,8 +1,15 @@
 // Generation settings: the fields of the settings panel, and the values that requests send.
 
 import { state } from "./state.js";
+import { isTab } from "./tab/client.js";
 
 const numberField = (min, max, step) => ({ kind: "number", min, max, step });
+
+/** Those that the engine in a browser tab has. */
+const TAB_FIELDS = new Set([
+  "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "penalty_window", "seed",
+  "max_tokens", "cache", "end", "stop",
+]);
 
 /** In display order. `defaultValue` is the server's; `isAdvanced` fields are folded. */
 export const FIELDS = [
@@ -72,17 +79,17 @@ export const FIELDS = [
     help: "Target surprisal in bits; 0 is off." },
   { name: "mirostat_eta", title: "Mirostat learning rate", defaultValue: 0.1, ...numberField(0.01, 1, 0.01), isAdvanced: true,
     help: "How fast mirostat adapts." },
-];
+].filter(({ name }) => !isTab || TAB_FIELDS.has(name));
 
 /** Settings that are often used together; each sets those it names and resets the others of the sampler. */
-export const PRESETS = {
+export const PRESETS = Object.fromEntries(Object.entries({
   Default: {},
   Greedy: { temperature: 0 },
   Focused: { temperature: 0.4, top_p: 0.9 },
   Creative: { temperature: 1.2, min_p: 0.08, top_k: 0, top_p: 1 },
   Unfiltered: { temperature: 1, top_k: 0, top_p: 1, min_p: 0 },
   "No repetition": { dry_multiplier: 0.8, repetition_penalty: 1.05 },
-};
+}).filter(([, preset]) => Object.keys(preset).every((name) => FIELDS.some((field) => field.name === name))));
 
 const NOT_IN_PRESETS = new Set(["seed", "max_tokens", "cache", "speculate"]);
 /** The fields that a preset has. */
@@ -101,8 +108,10 @@ export function requestSettings() {
     const value = state.settings[name] ?? null;
     values[name] = value === null && typeof defaultValue === "boolean" ? defaultValue : value;
   }
-  const format = FORMATS.find((name) => state.settings[name] != null) ?? "regex"; // null resets any format before
-  values[format] = state.settings[format] ?? null;
+  if (FORMATS.length) {
+    const format = FORMATS.find((name) => state.settings[name] != null) ?? "regex"; // null resets any format before
+    values[format] = state.settings[format] ?? null;
+  }
   if (typeof values.stop === "string") values.stop = values.stop ? [values.stop] : null;
   return values;
 }

@@ -19,7 +19,7 @@ export const state = {
   current: null,
   selected: null, // a token position, prompt included
   hovered: null,
-  span: null, // {branch, first, last, isRequested}: steps selected for rewriting
+  span: null, // {branch, first, last, isRequested}: tokens of one message, prompt included, selected for rewriting
   revision: null, // {branch, proposals, …}: proposed edits that are open
   comparing: null, // a second branch, shown beside the current one
   writing: null,

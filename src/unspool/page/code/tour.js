@@ -1,7 +1,7 @@
 // The tour: a card beside an element, while the page does what the card says.
 
 import {
-  chooseToken, clearFault, connect, jump, newText, openView, selectToken, setSpeed, showPanel, writePrompt,
+  chooseToken, clearFault, clearText, connect, jump, openView, selectToken, setSpeed, showPanel, writePrompt,
 } from "./actions.js";
 import { html, reducedMotion, useChanges, useEffect, useLayoutEffect, useRef, useState } from "./lib.js";
 import { changed, currentBranch, on, promptLength, state } from "./state.js";
@@ -14,53 +14,54 @@ const TOUR_SPEED = 15;
 
 const STEPS = [
   {
-    title: "Ask something",
-    says: "A language model continues a text. The prompt is a question here.",
-    target: ".composer",
-    async act(tour) {
-      showWriteView();
-      if (tour.root) return;
-      await newText();
-      await typeDraft(QUESTION, tour);
+    title: "Text becomes tokens",
+    says: "A model reads and writes tokens: pieces of text from a fixed vocabulary, each with an id. Type anything to see its tokens.",
+    target: ".tk-list",
+    act() {
+      openView("tokenizer");
     },
   },
   {
     title: "One token at a time",
-    says: "The answer is generated token by token: each one is sampled and appended, then the next is predicted. "
+    says: "An answer is generated token by token: each one is sampled and appended, then the next is predicted. "
       + "The warmer the color, the less likely the token was.",
     target: "#text",
-    async act(tour) {
-      showWriteView();
-      if (tour.root) return jump(tour.root);
-      state.draft = QUESTION;
-      changed("draft");
-      const before = state.current;
-      writePrompt();
-      await waitFor(() => state.current !== before && currentBranch()?.steps.length > 0, tour);
-      tour.root = state.current;
-    },
+    act: showText,
   },
   {
     title: "Candidate tokens",
-    says: "At each position the model gives every token a probability. Sampling stages drop unlikely ones, and one of the others is sampled.",
+    says: "At each position the model gives every token a probability. Click a candidate to continue with it.",
     target: "#side-panel",
     async act(tour) {
-      showWriteView();
-      if (state.current !== tour.root) await jump(tour.root);
-      await waitFor(() => currentBranch().steps.length >= 12 || !state.writing, tour);
-      tour.place = leastExpected(currentBranch());
-      selectToken(tour.place);
+      await showText(tour);
+      await selectUnlikely(tour);
       showPanel("step");
     },
   },
   {
+    title: "Sampling",
+    says: "Settings decide which candidates remain; a random number samples one of them. Move the temperature and watch the outcome.",
+    target: ".step-settings",
+    async act(tour) {
+      await showText(tour);
+      await selectUnlikely(tour);
+      showPanel("step");
+      const details = await waitForElement(".step-whatif");
+      if (details) details.open = true;
+    },
+  },
+  {
     title: "Edit any token",
-    says: "We chose the next likely token instead. The rest is generated again from there.",
+    says: "We chose the next likely token instead, and the rest was generated again. The old text stays as a branch.",
     target: "#text",
     async act(tour) {
-      showWriteView();
-      if (tour.fork) return jump(tour.fork, tour.place);
-      if (state.current !== tour.root) await jump(tour.root);
+      if (tour.fork) {
+        showWriteView();
+        return jump(tour.fork, tour.place);
+      }
+      await showText(tour);
+      await selectUnlikely(tour);
+      showPanel("branches");
       const step = currentBranch().steps[tour.place - promptLength(currentBranch())];
       const other = step.candidates.find((candidate) => candidate.token !== step.token);
       chooseToken(tour.place, { token: other.token });
@@ -69,20 +70,11 @@ const STEPS = [
     },
   },
   {
-    title: "Branches",
-    says: "The old text stays as a branch. The map shows all branches: open, compare or rename them.",
-    target: "#side-panel",
-    act() {
-      showWriteView();
-      showPanel("branches");
-    },
-  },
-  {
     title: "Look inside",
     says: "For each token the model attends to the tokens before it, never to later ones. The arcs show the attention weights.",
     target: "#text",
     async act(tour) {
-      showWriteView();
+      await showText(tour);
       await waitFor(() => currentBranch().steps.length >= 12 || !state.writing, tour);
       const branch = currentBranch();
       selectToken(promptLength(branch) + Math.min(10, branch.steps.length - 1));
@@ -93,19 +85,34 @@ const STEPS = [
     title: "Costs",
     says: "Each token takes about the same time, because keys and values of earlier tokens are cached. Turn the KV cache off to compare.",
     target: ".costs",
-    act() {
+    async act(tour) {
+      await showText(tour);
       openView("text");
     },
   },
-  {
-    title: "Tokenization",
-    says: "The tokenizer splits any text into tokens of a fixed vocabulary; the model sees only their ids. Now it is your turn.",
-    target: ".tk-list",
-    act() {
-      openView("tokenizer");
-    },
-  },
 ];
+
+/** Show the text of the tour; write it first if there is none yet, so that every step can be the first. */
+async function showText(tour) {
+  showWriteView();
+  if (tour.root) {
+    if (state.current !== tour.root) await jump(tour.root);
+    return;
+  }
+  await clearText();
+  await typeDraft(QUESTION, tour);
+  const before = state.current;
+  writePrompt();
+  await waitFor(() => state.current !== before && currentBranch()?.steps.length > 0, tour);
+  tour.root = state.current;
+}
+
+/** Select a token that was not the likeliest. */
+async function selectUnlikely(tour) {
+  await waitFor(() => currentBranch().steps.length >= 12 || !state.writing, tour);
+  tour.place = leastExpected(currentBranch());
+  selectToken(tour.place);
+}
 
 function showWriteView() {
   if (state.view !== "write") openView("write");
@@ -227,11 +234,12 @@ async function goToStep(at) {
   changed("tour");
 }
 
-/** Wait for an element of a component that is still loading. */
+/** Wait for an element of a component that is still loading; null: it did not come. */
 async function waitForElement(target) {
   for (let tries = 0; tries < 100 && !document.querySelector(target); tries += 1) {
     await new Promise((done) => { setTimeout(done, 50); });
   }
+  return document.querySelector(target);
 }
 
 export function Tour() {
@@ -249,7 +257,7 @@ function Card({ tour: now }) {
   const forward = () => (isLast ? leave() : goToStep(now.at + 1));
   const leave = () => {
     endTour();
-    document.getElementById("prompt")?.focus({ preventScroll: true });
+    (document.getElementById("prompt") ?? document.getElementById("view")).focus({ preventScroll: true });
   };
   useFollowTarget(card, step.target, setPlace);
   const isPlaced = place !== null;
@@ -286,13 +294,16 @@ function Card({ tour: now }) {
     ${at.ring?.height > 8 && html`<div class="tour-ring" aria-hidden="true" style=${ringStyle(at.ring)}></div>`}
     <section class="tour-card panel" id="tour-card" ref=${card} role="dialog" aria-labelledby="tour-title"
         style=${{ left: `${at.x}px`, top: `${at.y}px`, visibility: isPlaced ? "visible" : "hidden" }}>
-      <div aria-live="polite"><p class="quiet small">${now.at + 1} of ${STEPS.length}</p>
+      <div class="row spread"><span class="quiet small">${now.at + 1} of ${STEPS.length}</span>
+        <span class="tour-dots">${STEPS.map(({ title }, at) => html`<button type="button" key=${at} aria-label=${`Go to step ${at + 1}: ${title}`}
+          aria-current=${at === now.at ? "step" : null} onClick=${() => goToStep(at)}></button>`)}</span></div>
+      <div aria-live="polite">
         <h2 id="tour-title">${step.title}</h2>
         <p>${step.says}</p></div>
       <${TourError} now=${now} />
       <div class="row">
-        <button class="button plain tiny" id="tour-skip" onClick=${leave}>${isLast ? "Close" : "Skip"}</button>
-        <span class="tour-dots grow" aria-hidden="true">${STEPS.map((_, n) => html`<i class=${n === now.at ? "now" : ""}></i>`)}</span>
+        <button class="button plain tiny" id="tour-skip" onClick=${leave}>End the tour</button>
+        <span class="grow"></span>
         <button class="button" id="tour-back" disabled=${now.at === 0} onClick=${back}>Back</button>
         <button class="button main" id="tour-next" ref=${next} onClick=${forward}>${isLast ? "Done" : "Next"}</button>
       </div>

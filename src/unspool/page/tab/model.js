@@ -264,6 +264,7 @@ async function buildPlan(weights, config, onLayer) {
     add("attention", { source: "qkv", target: "mixed", layer, heads, scale: headWidth ** -0.5 });
     const out = await weights.matrix(`${block}.attn_output`, [width, outWidth]);
     add("linear", { source: "mixed", target: "x", width: outWidth, matrices: [out], flags: ADD });
+    site(layers + 1 + layer);
     const gates = [
       await weights.matrix(`${block}.ffn_gate`, [inner, width]),
       await weights.matrix(`${block}.ffn_up`, [inner, width]),
@@ -375,19 +376,21 @@ export class Model {
     const { targets, stream, weights, taps } = this.tapped;
     const size = layers * heads * (position + 1);
     native.floats(weights, size).fill(0);
-    native.writeStruct(targets, "p".repeat(layers + 1), Array.from({ length: layers + 1 }, (_, n) => stream + n * width * 4));
+    const sites = 2 * layers + 1;
+    native.writeStruct(targets, "p".repeat(sites), Array.from({ length: sites }, (_, n) => stream + n * width * 4));
     this.run([token], position, pages, { taps });
     return {
       attention: native.floats(weights, size).slice(),
       hidden: native.floats(stream, (layers + 1) * width).slice(),
+      middle: native.floats(stream + (layers + 1) * width * 4, layers * width).slice(),
     };
   }
 
   allocateTaps() {
     const { native, context } = this;
     const { layers, heads, width } = this.config;
-    const targets = native.allocate((layers + 1) * 4);
-    const stream = native.allocate((layers + 1) * width * 4);
+    const targets = native.allocate((2 * layers + 1) * 4);
+    const stream = native.allocate((2 * layers + 1) * width * 4);
     const weights = native.allocate(layers * heads * context * 4);
     const zero = native.allocate(16);
     native.setIntegers(zero, [0, 0]);

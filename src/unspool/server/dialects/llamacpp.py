@@ -217,6 +217,12 @@ def completion_options(
 ) -> dict[str, Any]:
     """The options of `LanguageModel.stream` for a request."""
     call.apply_hints(body)
+    if body.unspool is not None and body.unspool.return_ is not None:
+        raise bad_request(
+            "unspool.return is for /v1/completions, /v1/chat/completions, /v1/responses, "
+            "/v1/messages and /v1/embeddings",
+            "unspool.return",
+        )
     options = sampling_options(call.served.lm, body, top=body.n_probs)
     if body.n_probs and body.post_sampling_probs:
         options["explain"] = True

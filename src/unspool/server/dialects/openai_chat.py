@@ -212,6 +212,8 @@ async def search_chat(body: ChatRequest, request: Request) -> Response:
     check_chat(body)
     if (body.n or 1) > 1:
         raise bad_request("a search gives one answer; omit n, or unspool.think", "n")
+    if extension.return_ is not None:
+        raise bad_request("unspool.return cannot be combined with unspool.think", "unspool.return")
     state = state_of(request)
     judge = check_think(extension.think, state.settings)
     call = await state.enter(request, body.model, places_of(extension.think))

@@ -77,7 +77,8 @@ def _check(body: CompletionRequest, n: int) -> None:
     if body.suffix and body.echo:
         raise bad_request("echo and suffix cannot be combined; omit one", "echo")
     check_stream_options(body)
-    if body.max_tokens == 0 and not body.echo:
+    has_return = body.unspool is not None and body.unspool.return_ is not None
+    if body.max_tokens == 0 and not (body.echo or has_return):
         raise bad_request("max_tokens is 0 without echo: there is nothing to return", "max_tokens")
 
 

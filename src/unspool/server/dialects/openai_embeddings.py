@@ -18,10 +18,19 @@ from starlette.responses import Response
 from unspool.lens.embeddings import embedding
 from unspool.server.http.errors import unsupported
 from unspool.server.http.replies import new_router
-from unspool.server.runtime.schema import ForeignRequest, Prompts, as_list
+from unspool.server.runtime.hidden_states import read_hidden_states
+from unspool.server.runtime.schema import ForeignRequest, Prompts, Returned, Strict, as_list
 from unspool.server.runtime.state import Call, state_of
 
 router = new_router("OpenAI")
+
+
+class EmbeddingExtension(Strict):
+    """Unspool-specific fields of an embedding."""
+
+    return_: Returned | None = Field(
+        None, alias="return", description="hidden states of the texts, under `unspool`"
+    )
 
 
 class EmbeddingRequest(ForeignRequest):
@@ -31,6 +40,7 @@ class EmbeddingRequest(ForeignRequest):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
+    unspool: EmbeddingExtension | None = None
 
 
 @router.post("/v1/embeddings", summary="Embed texts (mean-pooled hidden states)")
@@ -45,6 +55,14 @@ async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
     lm = call.served.lm
     check_dimensions(call, body.dimensions)
     prompts = await call.compute(_ids, call, as_list(body.input))
+    extension: dict[str, Any] = {
+        "pooling": "mean of the final hidden states",
+        "normalized": True,
+    }
+    if body.unspool is not None and body.unspool.return_ is not None:
+        extension["hidden_states"] = await call.compute(
+            read_hidden_states, lm, body.unspool.return_.hidden_states, prompts
+        )
     vectors = await call.compute_all(partial(embedding, lm), prompts)
     count = sum(map(len, prompts))
     packed = body.encoding_format == "base64"
@@ -56,7 +74,7 @@ async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
             for i, v in enumerate(vectors)
         ],
         "usage": {"prompt_tokens": count, "total_tokens": count},
-        "unspool": {"pooling": "mean of the final hidden states", "normalized": True},
+        "unspool": extension,
     }
 
 

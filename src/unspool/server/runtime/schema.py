@@ -215,6 +215,7 @@ def parse_interventions(items: list[dict[str, Any]]) -> tuple[Intervention, ...]
 
 MAX_INTERVENTIONS = 64
 MAX_STEERING_VECTORS = 16
+MAX_SITES = 64
 MAX_INTERVENTION_BYTES = 16 << 20
 Number = float | None
 Whole = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None
@@ -290,6 +291,34 @@ class Think(BaseModel):
         return dict(self.model_extra or {})
 
 
+class HiddenStates(Strict):
+    """Hidden states to return, of each text: prompt and generated tokens."""
+
+    sites: list[ShortText] = Field(
+        default_factory=lambda: ["resid_post"],
+        min_length=1,
+        max_length=MAX_SITES,
+        description="sites, or hook names of TransformerLens such as blocks.5.hook_resid_post",
+    )
+    layers: list[Annotated[int, Field(ge=-(1 << 16), lt=1 << 16)]] | None = Field(
+        None,
+        min_length=1,
+        max_length=1024,
+        description="from 0, negative from the end; null: all that have the site",
+    )
+    positions: (
+        Literal["last", "all", "generated"]
+        | Annotated[list[Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]], Field(min_length=1)]
+    ) = Field("last", description="of the tokens of the text; negative numbers: from the end")
+    dtype: Literal["float32", "float16"] = "float32"
+
+
+class Returned(Strict):
+    """What the response has beside the text."""
+
+    hidden_states: HiddenStates
+
+
 class Extension(Constraints):
     """Sampling stages and their order, guards, grammars, and how much of each step to report."""
 
@@ -324,11 +353,14 @@ class Extension(Constraints):
     sample: int = Field(0, ge=0, lt=1 << 31, description="index of the sample for this seed")
     priority: int = Field(0, ge=-100, le=100)
     think: Think | None = Field(None, description="search for the answer (/v1/chat/completions)")
+    return_: Returned | None = Field(
+        None, alias="return", description="hidden states of the texts, under `unspool`"
+    )
 
     def options(self) -> dict[str, Any]:
         """Options of `LanguageModel.stream` that the request sets."""
         options = self.model_dump(
-            exclude_none=True, exclude={"trace", "top"}, exclude_defaults=True
+            exclude_none=True, exclude={"trace", "top", "return_"}, exclude_defaults=True
         )
         if isinstance(self.guard, list) and not 0 < len(self.guard) <= MAX_STOPS:
             raise bad_request(f"unspool.guard may name 1 to {MAX_STOPS} guards", "unspool.guard")
@@ -338,6 +370,14 @@ class Extension(Constraints):
             options["stages"] = tuple(options["stages"])
         if self.interventions is not None:
             options["interventions"] = parse_interventions(self.interventions)
+        if self.return_ is not None:
+            if self.endless:
+                raise bad_request(
+                    "unspool.return cannot be combined with endless: the first tokens of the text "
+                    "may be dropped",
+                    "unspool.return",
+                )
+            options["hidden_states"] = self.return_.hidden_states
         if self.trace:
             options.update(explain=True, top=self.top)
         return options

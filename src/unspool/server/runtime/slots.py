@@ -91,7 +91,8 @@ def save_text(lm: Session, tokens: Sequence[int], path: Path) -> dict[str, Any]:
     began = perf_counter()
     stored = _computed_text(lm, tokens)
     try:
-        stored.write(path, lm.engine.page_identity(lm.engine.adapters.number(lm.adapter)))
+        identity = lm.engine.page_identity(lm.engine.adapters.number(lm.adapter))
+        stored.write(path, identity, is_durable=True)
         size = path.stat().st_size
     except OSError as error:
         raise ApiError(

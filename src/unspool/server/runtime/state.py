@@ -28,7 +28,7 @@ from typing import Any, TypeVar, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from unspool.engine.page_files import PageFiles, page_access
+from unspool.engine.page_files import PageFiles, page_access, remove_unfinished
 from unspool.errors import UnspoolError
 from unspool.server.http.admission import Admission, Lease
 from unspool.server.http.errors import ApiError, bad_request, too_long
@@ -72,8 +72,19 @@ class ServerState:
         self.folder: StateFolder | None = None  # of stored texts; None: they are in memory only
         self.database: Database | None = None
         if settings.state is not None:
-            self.folder = StateFolder(settings.state)
-            self.database = Database(self.folder.database, say=_log_warning)
+            self.folder = StateFolder(settings.state, allow_readonly=True)
+            is_readonly = self.folder.is_readonly
+            if is_readonly:
+                _log_warning(self.folder.readonly_note)
+            else:
+                remove_unfinished(self.folder.pages)
+            try:
+                self.database = Database(
+                    self.folder.database, say=_log_warning, is_readonly=is_readonly
+                )
+            except BaseException:
+                self.folder.close()
+                raise
             registry.on_loaded = self._prepare_model
         # Saves KV-cache pages, one text at a time.
         self.slots = Slots(settings.slots, settings.max_running)
@@ -94,12 +105,12 @@ class ServerState:
                 "computed again"
             )
             return
+        limit = 0 if self.folder.is_readonly else self.settings.state_bytes
         try:
-            lm.engine.page_files = PageFiles(
-                self.folder.pages, lm.engine.page_identity(), self.settings.state_bytes
-            )
+            lm.engine.page_files = PageFiles(self.folder.pages, lm.engine.page_identity(), limit)
         except OSError as error:
-            _log_warning(f"KV-cache pages cannot be saved: {error}")
+            if not self.folder.is_readonly:
+                _log_warning(f"KV-cache pages cannot be saved: {error}")
             return
         with suppress(RuntimeError):  # the server is stopping
             self._page_saver.submit(lm.engine.page_files.restore_latest, lm.engine)

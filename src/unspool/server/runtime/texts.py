@@ -35,8 +35,10 @@ from unspool.errors import UnspoolError
 from unspool.sampling.chain import StageReport
 from unspool.server.http.admission import Lease
 from unspool.server.http.events import Wire
+from unspool.server.runtime.hidden_states import check_hidden_states, read_hidden_states
 from unspool.server.runtime.metrics import Metrics, TokenHistogram
 from unspool.server.runtime.registry import ServedModel
+from unspool.server.runtime.schema import HiddenStates
 from unspool.server.runtime.threads import Runner, in_thread
 from unspool.session import Session
 
@@ -131,6 +133,7 @@ class RequestTexts:
     run: Runner = in_thread
     lease: Lease | None = None  # places of one prompt, and of more while enough are free
     texts: dict[int, RequestText] = field(default_factory=dict)  # by index of the choice
+    hidden_states: list[dict[str, Any]] | None = None  # of each choice, once all have ended
     _on_progress: Callable[[int, int], object] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _streams: list[StepStream] = field(default_factory=list)  # all that were started
@@ -144,8 +147,14 @@ class RequestTexts:
     _started_prompts: int = 0
     _num_open: dict[int, int] = field(default_factory=dict)  # unfinished choices, by prompt
 
+    def __post_init__(self) -> None:
+        self._returned: HiddenStates | None = self.options.pop("hidden_states", None)
+
     async def start(self) -> None:
         """Check the options, and start the first text of as many prompts as have places."""
+        if self._returned is not None:
+            texts = [ids for ids in self.prompts for _ in range(self.n)]
+            await self.run(check_hidden_states, self.served.lm, self._returned, texts)
         await self._start_prompts()
 
     async def _start_prompts(self) -> None:
@@ -176,11 +185,19 @@ class RequestTexts:
                     raise self._fault
                 await self._start_more()
                 if not self._writing and self._started_prompts == len(self.prompts):
+                    await self._read_hidden_states()
                     return
                 if not is_more:
                     await self._news.wait()
         finally:
             self._sink = None
+
+    async def _read_hidden_states(self) -> None:
+        if self._returned is not None and self.hidden_states is None:
+            texts = [text.generation for text in self.all]
+            self.hidden_states = await self.run(
+                read_hidden_states, self.served.lm, self._returned, texts
+            )
 
     async def deliver_final(
         self, sink: StepSink, wire: Wire | None = None, *, live: bool = False
@@ -456,7 +473,10 @@ Readable = Callable[[int, bytes], str]  # text of a token after an incomplete UT
 def texts_json(texts: RequestTexts, trace: bool) -> dict[str, Any]:
     """For each choice: the seed and sample that reproduce it, its log-probability and notes."""
     readable = texts.served.lm.readable
-    return {"choices": [_choice(text, trace, readable) for text in texts.all]}
+    choices = [_choice(text, trace, readable) for text in texts.all]
+    for choice, states in zip(choices, texts.hidden_states or (), strict=False):
+        choice["hidden_states"] = states
+    return {"choices": choices}
 
 
 def _choice(text: RequestText, trace: bool, readable: Readable) -> dict[str, Any]:

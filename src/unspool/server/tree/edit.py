@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 from fastapi import Request
@@ -17,6 +17,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from unspool.decoding.edit.edit import (
+    MIN_SURPRISE,
     Doubt,
     EditUnit,
     causal_surprise,
@@ -38,11 +39,29 @@ from unspool.server.runtime.texts import finite
 from unspool.server.runtime.threads import Worker
 from unspool.server.tree.branch_json import branches_of, reply, router
 from unspool.server.tree.branches import TreeBranch, TreePrompt, fork_branch
-from unspool.server.tree.edit_text import score_parts
+from unspool.server.tree.edit_text import score_parts, text_position
 from unspool.server.tree.parts import attach
 from unspool.server.tree.prompt import Name, Place
+from unspool.server.tree.turns import find_turns
+from unspool.text.tokenizer.stream import TextStream
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 # -- A branch as plain text for infill and revision, and the steps of each part of it
+
+
+class _Piece(Protocol):
+    """A token of a text: the text that is complete with it, and bytes that were not before."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def partial_utf8(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _TextPiece:
+    text: str
+    partial_utf8: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -51,11 +70,36 @@ class PlainText:
     text without control tokens."""
 
     before: str
-    steps: Sequence[Step]
+    steps: Sequence[_Piece]
 
     @classmethod
     def from_branch(cls, branch: TreeBranch) -> PlainText:
         return cls(_prompt_text(branch.prompt), list(branch.steps))
+
+    @classmethod
+    def of_message(
+        cls, prompt: TreePrompt, steps: Sequence[Step], first: int, last: int, tokenizer: Tokenizer
+    ) -> PlainText:
+        """All tokens of a text, prompt included; messages are paragraphs.
+
+        Raises:
+            ApiError: 400 if the tokens from `first` to before `last` are not of one message.
+        """
+        template, offset = set(prompt.added), len(prompt.ids)
+        for turn in find_turns(tokenizer, steps) if prompt.messages is not None else ():
+            template.update(range(offset + turn.start, offset + turn.end))
+            template.difference_update(range(*(offset + at for at in turn.content or (0, 0))))
+        if not template.isdisjoint(range(first, last)):
+            raise bad_request("the part must be words of one message", "last")
+        words, pieces = TextStream(), list[_Piece]()
+        data = [*map(tokenizer.token_bytes, prompt.ids), *(step.bytes for step in steps)]
+        for at, token_bytes in enumerate(data):
+            if at in template:
+                pieces.append(_TextPiece("\n\n" if at and at - 1 not in template else ""))
+            else:
+                partial_utf8 = words.partial_utf8
+                pieces.append(_TextPiece(words.push(token_bytes), partial_utf8))
+        return cls("", pieces)
 
     @cached_property
     def written(self) -> str:
@@ -98,9 +142,17 @@ def _prompt_text(prompt: TreePrompt) -> str:
     return "".join(f"{text}\n\n" for text in contents if text)
 
 
-def checked_range(branch: TreeBranch, first: int, last: int) -> tuple[int, int]:
-    """A non-empty range of steps. Raises 400."""
-    first, last = branch.step_index(first, "first"), branch.step_index(last, "last")
+def checked_range(
+    branch: TreeBranch, first: int, last: int, whole_text: bool = False
+) -> tuple[int, int]:
+    """A non-empty range of steps, or of tokens of the whole text. Raises 400."""
+    if whole_text:
+        length = len(branch.prompt.ids) + len(branch.steps)
+        first, last = (
+            text_position(at, length, name) for at, name in ((first, "first"), (last, "last"))
+        )
+    else:
+        first, last = branch.step_index(first, "first"), branch.step_index(last, "last")
     if first >= last:
         raise bad_request(f"last must be after first, got {first} and {last}", "last")
     return first, last
@@ -109,6 +161,7 @@ def checked_range(branch: TreeBranch, first: int, last: int) -> tuple[int, int]:
 MAX_CANDIDATES = 32
 MAX_CHANGES = 256
 _EXTRA_TOKENS = 2  # that a candidate may have more than the part it replaces
+_GAP_TOKENS = 6  # most that `___` is filled with
 _MAX_CANDIDATE_TOKENS = 24
 
 
@@ -117,6 +170,9 @@ class FillRequest(Strict):
 
     first: Place
     last: Place = Field(description="the step after the part")
+    whole_text: bool = Field(
+        False, description="`first` and `last` count tokens of the whole text, as in `edit`"
+    )
     candidates: int = Field(8, ge=1, le=MAX_CANDIDATES)
     least: int = Field(
         1, ge=1, le=_MAX_CANDIDATE_TOKENS, description="fewest tokens of a candidate"
@@ -148,11 +204,18 @@ class ReplaceRequest(Strict):
 @router.post("/{identity}/fill", summary="Propose replacements for a part, ranked by both sides")
 async def fill_part(identity: str, body: FillRequest, request: Request) -> Response:
     """With FIM tokens or masks where the model has them, else with drafts from the left that are
-    ranked by how likely they make the following text. Includes the current text."""
+    ranked by how likely they make the following text. Includes the current text, unless it is a
+    gap of underscores (`___`)."""
     branch = await branches_of(request).open(identity)
-    first, last = checked_range(branch, body.first, body.last)
-    plain = PlainText.from_branch(branch)
+    first, last = checked_range(branch, body.first, body.last, body.whole_text)
+    plain = None if body.whole_text else PlainText.from_branch(branch)
+    steps = list(branch.steps)
     async with state_of(request).call(request, branch.model) as call:
+        if plain is None:
+            tokenizer = call.served.lm.tokenizer
+            plain = await call.compute(
+                PlainText.of_message, branch.prompt, steps, first, last, tokenizer
+            )
         filled: dict[str, Any] = await call.compute(_propose, call, plain, first, last, body)
     return JsonReply({"object": "tree.fill", "branch": identity, **filled})
 
@@ -166,18 +229,20 @@ def _propose(
     core = part.strip()
     if not core:
         raise bad_request("the part has no words", "first")
+    is_gap = not core.strip("_")
     start += part.index(core)
     end = start + len(core)
     prefix, suffix = plain.before + plain.written[:start], plain.written[end:]
     call.check_text(prefix, core, suffix)
     most = body.most
     if most is None:
-        most = min(last - first + _EXTRA_TOKENS, _MAX_CANDIDATE_TOKENS)
+        size = _GAP_TOKENS if is_gap else last - first + _EXTRA_TOKENS
+        most = min(size, _MAX_CANDIDATE_TOKENS)
     parts = (prefix, Gap(min(body.least, most), most), suffix)
     filling = fill(lm, parts, candidates=body.candidates)
     candidates = [(filled.texts[0], filled.score) for filled in filling.candidates]
     scores = {text: score for text, score in candidates if text.strip("_ \n")}
-    if filling.by == "ranking" and core not in scores:
+    if filling.by == "ranking" and core not in scores and not is_gap:
         now = fill(lm, parts, choices=[core], by="ranking").candidates[0]
         scores[core] = now.score
     best = max(scores.values(), default=0.0)
@@ -248,7 +313,7 @@ def _replace_parts(
 
 
 # Interactive: fewer candidates than in `lm.edit`.
-_SINGLES, _DRAFTS, _CANDIDATES = 24, 2, 8
+_SINGLES, _DRAFTS, _CANDIDATES, _SHORTLIST, _REPEATED_CHARS = 16, 2, 8, 3, 80
 _REACH = 16  # tokens after a word that are scored
 _NUM_ALTERNATIVES = 5  # reported
 
@@ -344,15 +409,20 @@ def _revise(
     shift, text = len(plain.before), plain.text
     ends = [shift, *(shift + at for at in plain.ends)]
     doubts = [
-        Doubt(step.token, step.text, ends[n], ends[n + 1], level)
-        for n, (step, level) in enumerate(zip(plain.steps, levels, strict=True))
+        Doubt(token, step.text, ends[n], ends[n + 1], level)
+        for n, (token, step, level) in enumerate(
+            zip(tokens[len(tokens) - len(levels) :], plain.steps, levels, strict=True)
+        )
         if step.text
     ]
     options = draft_settings(call.served.lm, {}, candidates=_CANDIDATES, drafts=_DRAFTS)
-    options = replace(options, singles=_SINGLES)
-    inside = [unit for unit in split_units(text, doubts) if unit.start >= shift]
+    options = replace(options, singles=_SINGLES, repeated_chars=_REPEATED_CHARS)
+    units = split_units(text, doubts)
+    inside = [unit for unit in units if unit.start >= shift and unit.doubt >= MIN_SURPRISE]
     for unit in inside[: body.places]:
-        ranked = propose_replacements(call.served.lm, text, unit, options, reach=_REACH, twin=twin)
+        ranked = propose_replacements(
+            call.served.lm, text, unit, options, reach=_REACH, twin=twin, shortlist=_SHORTLIST
+        )
         best = ranked[0]
         is_better = best.texts[0] != unit.text and best.probability >= body.least
         yield _proposal_json(plain, unit, ranked) if is_better else None

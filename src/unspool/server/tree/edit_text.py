@@ -69,7 +69,7 @@ async def edit_span(identity: str, body: EditRequest, request: Request) -> Respo
     branches = branches_of(request)
     branch = await branches.open(identity)
     length = len(branch.prompt.ids) + len(branch.steps)
-    first, last = (_position(at, length, name) for at, name in
+    first, last = (text_position(at, length, name) for at, name in
                    ((body.first, "first"), (body.last, "last")))  # fmt: skip
     if first > last:
         raise bad_request(f"last must be at least first ({first}), got {last}", "last")
@@ -94,7 +94,8 @@ async def edit_span(identity: str, body: EditRequest, request: Request) -> Respo
     return await reply(branch, since, prompt=is_new_prompt)
 
 
-def _position(at: int, length: int, name: str) -> int:
+def text_position(at: int, length: int, name: str) -> int:
+    """A position in the whole text; negative ones count from the end. Raises 400."""
     if not -length <= at <= length:
         raise bad_request(f"{name} must be within the {length} tokens of the text, got {at}", name)
     return at if at >= 0 else length + at

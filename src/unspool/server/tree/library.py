@@ -83,6 +83,11 @@ class Branches:
                 session = TreeSession(**row, view=None)
                 self.sessions[session.id] = session
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether texts are there after a restart."""
+        return self.storage is not None and not self.storage.database.is_readonly
+
     def of_user(self, user: str, resources: AsyncExitStack | None = None) -> UserBranches:
         return UserBranches(self, user, resources)
 
@@ -531,7 +536,11 @@ class UserBranches:
         when = session.deleted
         if when is None:
             return session
-        branches = [item for item in self.store.deleted.values() if item.deleted == when]
+        branches = [
+            item
+            for item in self.store.deleted.values()
+            if item.session == identity and item.owner == self.user and item.deleted == when
+        ]
 
         def apply() -> None:
             for branch in branches:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import numpy as np
 from fastapi import Query, Request
@@ -19,7 +19,6 @@ from unspool.engine.generation import Generation
 from unspool.lens.activations import Activations, TextLike, get_activations, to_numpy
 from unspool.lens.attribution import attribution
 from unspool.lens.embeddings import neighbours
-from unspool.lens.logit_lens import logit_lens
 from unspool.sampling import log_softmax, score
 from unspool.server.http.errors import bad_request
 from unspool.server.http.replies import JsonReply
@@ -29,6 +28,9 @@ from unspool.server.tree.branch_json import branches_of, router, sampling_json
 from unspool.server.tree.parts import attach
 from unspool.server.tree.prompt import Place, WriteOptions
 from unspool.session import Session
+
+if TYPE_CHECKING:
+    from unspool.lm import LanguageModel
 
 MAX_ALTERNATIVES = 500
 MAX_NUMBERS = 2_000_000  # of attention in one answer
@@ -75,6 +77,7 @@ class LookOptions(BaseModel):
     top: int = Field(5, ge=0, le=50)
     token: int | None = Field(None, ge=0, lt=1 << 31)
     against: str | None = Field(None, pattern=r"^(mean|\d{1,9})$")
+    lens: str = Field("logit", max_length=100, description="one of `lenses`: logit, tuned, ...")
 
     def included(self) -> frozenset[str]:
         """The parts named in `include`, such as `attention,lens`; all by default."""
@@ -192,7 +195,10 @@ def look_json(lm: Session, text: TextLike, position: int, options: LookOptions) 
         ]
         reply["attention"] = _attention(internals, options, layers, heads)
     if "lens" in parts:
-        reply["lens"] = logit_lens(lm, internals, top=options.top, token=options.token).to_dict()
+        model = cast("LanguageModel", lm)
+        lens = model.logit_lens(internals, top=options.top, token=options.token, lens=options.lens)
+        reply["lens"] = lens.to_dict()
+        reply["lenses"] = ["logit", *model.lenses]
     if "attribution" in parts:
         shares = attribution(lm, internals, token=options.token, against=options.baseline())
         reply["attribution"] = shares.to_dict()

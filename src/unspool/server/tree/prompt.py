@@ -66,6 +66,11 @@ class WriteOptions(ContextFields, Extension):
 
     def _setting(self, name: str) -> Any:
         value = getattr(self, name)
+        if name == "return_" and value is not None:
+            raise bad_request(
+                "return is not for branches: GET /v1/tree/ID/look has the vectors of a position",
+                "return",
+            )
         if name == "seed":
             return secrets.randbits(32) if value is None else value
         if name == "stop":

@@ -24,6 +24,7 @@ from unspool.server.tree import (  # noqa: F401  endpoints
     context,
     edit,
     edit_text,
+    features,
     futures,
     look,
     patch,

@@ -126,7 +126,7 @@ async def list_sessions(
     before: Annotated[str | None, Query(max_length=200)] = None,
 ) -> Response:
     """`query` searches titles, tags and texts for all of its words. `before` is the id of the last
-    session of the previous page."""
+    session of the previous page. `is_saved` is false if the texts are lost with the server."""
     user = branches_of(request)
     grouped: dict[str, list[TreeBranch]] = {}
     for branch in user.all():
@@ -145,7 +145,8 @@ async def list_sessions(
         bound = (updated(last, grouped.get(last.id, [])), last.id)
         sessions = [item for item in sessions if (updated(*item), item[0].id) < bound]
     page = [session_json(*item) for item in sessions[:limit]]
-    return JsonReply({"object": "list", "data": page, "has_more": len(sessions) > limit})
+    has_more, is_saved = len(sessions) > limit, user.store.is_saved
+    return JsonReply({"object": "list", "data": page, "has_more": has_more, "is_saved": is_saved})
 
 
 @router.post("/sessions", summary="A new session")

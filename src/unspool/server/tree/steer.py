@@ -31,6 +31,7 @@ from unspool.server.runtime.texts import step_json
 from unspool.server.runtime.threads import Worker, in_thread
 from unspool.server.tree.branch_json import branches_of, reply, router
 from unspool.server.tree.branches import TreeBranch, fork_branch
+from unspool.server.tree.features import autoencoder_of
 from unspool.server.tree.parts import attach
 from unspool.server.tree.prompt import Name, Place
 from unspool.session import Session
@@ -43,13 +44,20 @@ Indices = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 16)]], Field(min_len
 
 
 class SteerChange(Strict):
-    """One change: add a steering vector, add the direction of a token, or scale a part."""
+    """One change: add a steering vector, add the direction of a token, scale a part, or set a
+    feature of a sparse autoencoder."""
 
     vector: str | None = Field(None, max_length=200, description="name of a steering vector")
     token: str | int | None = Field(
         None, description="id, or text that is one token: its row of the output head is added"
     )
     scale: bool = Field(False, description="multiply the values by `strength`; 0 removes them")
+    feature: int | None = Field(
+        None, ge=0, lt=1 << 31, description="number of a feature, which is set to `strength`"
+    )
+    sae: str | None = Field(
+        None, max_length=200, description="of `feature`: the sparse autoencoder; null: the first"
+    )
     strength: float = Field(
         1.0,
         ge=-MAX_STRENGTH,
@@ -84,14 +92,12 @@ class SteerRequest(Strict):
 
 @router.get("/{identity}/steer", summary="What can be changed inside the model")
 async def steerable(identity: str, request: Request) -> Response:
-    """The parts, each with its layers (from 0) and their numbers of heads, and the steering vectors
-    of the model."""
+    """The parts, each with its layers (from 0) and their numbers of heads; the steering vectors and
+    the sparse autoencoders of the model."""
     branch = await branches_of(request).open(identity)
     async with state_of(request).call(request, branch.model, places=0) as call:
-        parts, vectors = await in_thread(_steerable, call.served.lm)
-    return JsonReply(
-        {"object": "tree.steerable", "branch": identity, "parts": parts, "vectors": vectors}
-    )
+        offers = await in_thread(_steerable, call.served.lm)
+    return JsonReply({"object": "tree.steerable", "branch": identity, **offers})
 
 
 @router.post("/{identity}/steer", summary="The text from a step on with changes inside the model")
@@ -178,8 +184,8 @@ def _ended(item: Intervention, branch: TreeBranch) -> list[Intervention]:
     return [replace(item, positions=range(first, end))] if first < end else []
 
 
-def _steerable(lm: Session) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The parts that can be changed, and the steering vectors."""
+def _steerable(lm: Session) -> dict[str, list[dict[str, Any]]]:
+    """The parts that can be changed, the steering vectors and the sparse autoencoders."""
     config, sites = lm.config, lm.engine.backend.sites
     parts = []
     for site in get_args(Part):
@@ -188,7 +194,12 @@ def _steerable(lm: Session) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
             heads = [config.shape(layer).heads if site == "head_out" else 0 for layer in layers]
             parts.append({"site": site, "layers": list(layers), "heads": heads})
     vectors = [{"name": name, "layers": list(v.layers)} for name, v in _vectors(lm).items()]
-    return parts, vectors
+    autoencoders = [
+        {"name": name, "site": sae.site, "layer": sae.reading, "num_features": sae.num_features}
+        for name, sae in lm.autoencoders.items()
+        if sae.site in sites
+    ]
+    return {"parts": parts, "vectors": vectors, "autoencoders": autoencoders}
 
 
 def _vectors(lm: Session) -> dict[str, SteeringVector]:
@@ -224,9 +235,16 @@ def _changed_draft(
 
 
 def _intervention(lm: Session, draft: Generation, change: SteerChange, first: int) -> Intervention:
-    kinds = (change.vector is not None, change.token is not None, change.scale)
+    is_feature = change.feature is not None
+    kinds = (change.vector is not None, change.token is not None, change.scale, is_feature)
     if sum(kinds) != 1:
-        raise bad_request("a change has exactly one of vector, token and scale", "changes")
+        raise bad_request("a change has exactly one of vector, token, scale and feature", "changes")
+    if change.sae is not None and not is_feature:
+        raise bad_request("sae is for a change with feature", "changes")
+    if change.feature is not None:
+        _, sae = autoencoder_of(lm, change.sae)
+        clamp = sae.clamp(change.feature, change.strength)
+        return replace(clamp, positions=slice(first, None), label=f"feature {change.feature}")
     layers = None if change.layers is None else tuple(change.layers)
     if change.scale:
         heads = None if change.heads is None else tuple(change.heads)

@@ -17,6 +17,7 @@ from unspool.backends.interventions import as_interventions
 from unspool.engine.generation import Generation
 from unspool.engine.request import Limits, Request
 from unspool.engine.results import Step
+from unspool.errors import UnspoolError
 from unspool.lens.trace import from_json_value, to_json_value
 from unspool.sampling import SamplingSettings
 from unspool.server.tree.branches import (
@@ -157,6 +158,11 @@ class TreeStorage:
                 return tokenizer
         if name not in self._vocabularies:
             data = db.value("SELECT data FROM vocabularies WHERE hash=?", (name,))
+            if data is None:
+                raise UnspoolError(
+                    "the vocabulary of this text was lost with a damaged database; load the model "
+                    "that wrote it"
+                )
             self._vocabularies[name] = StoredVocabulary.from_bytes(data)
         return self._vocabularies[name]
 

@@ -140,7 +140,7 @@ export function ForwardPass({ look, next }) {
     </li>
     <li>
       <h4>Output head <span class="quiet">→ probabilities</span></h4>
-      <p class="quiet small">The last vector is normalized (norm ${formatNumber(head.norm)}) and multiplied with the output
+      <p class="quiet small">The last vector is normalized${head.norm === undefined ? "" : ` (norm ${formatNumber(head.norm)})`} and multiplied with the output
         matrix: one logit for each of ${count(head.vocabulary)} tokens. Softmax gives the probabilities, here before
         temperature and other sampling stages.</p>
       <${Probabilities} head=${head} picked=${look.picked} next=${next} />

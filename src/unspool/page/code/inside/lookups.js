@@ -11,6 +11,7 @@ export const options = {
   shade: "weight", // of the head map: "weight" | "entropy"
   written: "picked", // side of a generated token: "picked" (as output) | "read" (as input)
   prompt: "read", // the same for a prompt token
+  lens: "logit", // the name of a lens, or "compare"
   against: "runner", // attribution: "runner" | "mean" | "none"
   open: { way: false, attention: true, states: true, lens: false, pushes: false, neighbours: false, steer: false, patching: false },
 };

@@ -9,33 +9,61 @@ import {
 } from "./lookups.js";
 import { count, html, Lazy, ordinal, percent, Piece, useChanges, useMemo, useWidth } from "../lib.js";
 import { currentBranch, state, stepAt } from "../state.js";
+import { isTab } from "../tab/client.js";
 
 const HIGH = 96;
 const EDGE = { left: 44, right: 14, top: 8, bottom: 18 };
 
+const LENS_TEXTS = {
+  logit: "The output head applied to the residual stream after every layer.",
+  tuned: "The residual stream after every layer, translated to the last layer's terms by regression (tuned lens), "
+    + "then the output head.",
+  jacobian: "The residual stream after every layer, multiplied with the mean Jacobian of the last layer, then the output head.",
+  compare: "The most likely token after every layer by each lens.",
+};
+
+/** The logit lens, or the lens that was chosen of those that the model has. */
 function Lens({ place }) {
   useChanges("inside");
   const response = useInspection(place, "include=lens&top=3");
-  const look = response.answer;
-  const layer = look ? selectedIn(look).layer : null;
-  return useMemo(() => {
-    if (!look) return html`<${Pending} ...${response} />`;
-    return html`
-      <p class="quiet small">The output head applied to the residual stream after every layer. The rank of
-        ${" "}${html`<${Piece} text=${look.lens.text} class="piece followed" />`} is tracked.</p>
-      <${Ranks} lens=${look.lens} layer=${layer} />
-      <${Table} lens=${look.lens} layer=${layer} />`;
-  }, [look, response.fault, layer]);
+  const names = response.answer?.lenses;
+  if (!names) return html`<${Pending} ...${response} />`;
+  const choices = names.length > 1 ? [...names, "compare"] : names;
+  const chosen = choices.includes(options.lens) ? options.lens : "logit";
+  const label = (name) => name[0].toUpperCase() + name.slice(1);
+  return html`
+    ${choices.length > 1 && html`<div class="segments small" role="group" aria-label="Lens">
+      ${choices.map((name) => html`<button type="button" aria-pressed=${name === chosen}
+        onClick=${() => setOptions({ lens: name })}>${label(name)}</button>`)}</div>`}
+    <p class="quiet small">${LENS_TEXTS[chosen] ?? LENS_TEXTS.tuned} The rank of
+      ${" "}<${Piece} text=${response.answer.lens.text} class="piece followed" /> is tracked.</p>
+    <${Lenses} key=${chosen} place=${place} names=${chosen === "compare" ? names : [chosen]} />`;
 }
 
-/** The rank of the tracked token over the layers, on a logarithmic scale. */
-function Ranks({ lens, layer }) {
+function Lenses({ place, names }) {
+  useChanges("inside");
+  const responses = names.map((name) => useInspection(place, `include=lens&top=3${name === "logit" ? "" : `&lens=${encodeURIComponent(name)}`}`));
+  const looks = responses.map(({ answer }) => answer);
+  const layer = looks[0] ? selectedIn(looks[0]).layer : null;
+  return useMemo(() => {
+    const missing = responses.find(({ answer }) => !answer);
+    if (missing) return html`<${Pending} ...${missing} />`;
+    const lenses = looks.map(({ lens }) => lens);
+    return html`<${Ranks} lenses=${lenses} names=${names} layer=${layer} />
+      ${names.length > 1 ? html`<${SideBySide} lenses=${lenses} names=${names} layer=${layer} />`
+        : html`<${Table} lens=${lenses[0]} layer=${layer} />`}`;
+  }, [...looks, ...responses.map(({ fault }) => fault), layer]);
+}
+
+/** The rank of the tracked token over the layers, on a logarithmic scale; a curve for each lens. */
+function Ranks({ lenses, names, layer }) {
   const [frame, width] = useWidth();
+  const lens = lenses[0];
   const last = lens.layers.length - 1;
-  const tens = Math.max(1, Math.ceil(Math.log10(Math.max(...lens.layers.map(({ rank }) => rank + 1)))));
+  const tens = Math.max(1, Math.ceil(Math.log10(Math.max(...lenses.flatMap(({ layers }) => layers.map(({ rank }) => rank + 1))))));
   const x = (at) => EDGE.left + ((width - EDGE.left - EDGE.right) * at) / last;
   const y = (rank) => HIGH - EDGE.bottom - ((HIGH - EDGE.top - EDGE.bottom) * Math.log10(rank + 1)) / tens;
-  const spots = lens.layers.map(({ layer: at, rank }) => [x(at), y(rank)]);
+  const curves = lenses.map(({ layers }) => layers.map(({ layer: at, rank }) => [x(at), y(rank)]));
   const first = lens.layers.findIndex((_, at) => lens.layers.slice(at).every(({ rank }) => rank === 0));
   const settled = first === -1 ? `It ends ${ordinal(lens.layers[last].rank + 1)}.`
     : `It is 1st from layer ${first} on.`;
@@ -48,14 +76,41 @@ function Ranks({ lens, layer }) {
         <text x=${EDGE.left - 6} y=${y(rank - 1)} dy="0.35em" text-anchor="end">${rank === 1 ? "1st" : count(rank)}</text>
       </g>`)}
       ${layer !== null && html`<line class="inside-here" x1=${x(layer)} x2=${x(layer)} y1=${EDGE.top} y2=${HIGH - EDGE.bottom} />`}
-      <path d=${`M${spots.map(([a, b]) => `${a.toFixed(1)} ${b.toFixed(1)}`).join("L")}`} />
-      ${spots.map(([a, b], at) => html`<circle cx=${a} cy=${b} r=${at === last ? 3.5 : 1.8} />`)}
+      ${curves.map((spots, number) => html`<g class=${lensHue(number, lenses)}>
+        <path d=${`M${spots.map(([a, b]) => `${a.toFixed(1)} ${b.toFixed(1)}`).join("L")}`} />
+        ${spots.map(([a, b], at) => html`<circle cx=${a} cy=${b} r=${at === last ? 3.5 : 1.8} />`)}
+      </g>`)}
       <text x=${EDGE.left} y=${HIGH - 3}>embedding</text>
       <text x=${width - EDGE.right} y=${HIGH - 3} text-anchor="end">layer ${last}</text>
     </svg>
-    <p class="small quiet">Rank by layer. ${settled}</p>
+    ${lenses.length > 1
+      ? html`<p class="small row"><span class="quiet">Rank by layer:</span>${names.map((name, number) =>
+        html`<b class=${`inside-curve ${lensHue(number, lenses)}`}>${name}</b>`)}</p>`
+      : html`<p class="small quiet">Rank by layer. ${settled}</p>`}
   </div>`;
 }
+
+const lensHue = (number, lenses) => (lenses.length > 1 ? `hue-${(number % 6) + 1}` : "");
+
+/** The most likely token after each layer, by each lens. */
+function SideBySide({ lenses, names, layer }) {
+  return html`<div class="inside-scroll" tabindex="0" role="region" aria-label="Lenses side by side">
+    <table class="inside-lens inside-lenses">
+      <thead><tr><th scope="col">Layer</th>${names.map((name, number) =>
+        html`<th scope="col" class=${lensHue(number, lenses)}>${name}</th>`)}</tr></thead>
+      <tbody>${lenses[0].layers.map(({ layer: at }) => html`<tr data-layer=${at} class=${at === layer ? "here" : ""}>
+        <th scope="row">${at}</th>
+        ${lenses.map((lens) => html`<td><${Said} candidate=${lens.layers[at].candidates[0]} lens=${lens} /></td>`)}
+      </tr>`)}</tbody>
+    </table>
+  </div>`;
+}
+
+/** A candidate with its probability; the tracked token is marked. */
+const Said = ({ candidate, lens }) => html`<span class=${candidate.token === lens.token ? "said followed" : "said"}
+  data-token=${candidate.token} style=${{ "--p": candidate.probability.toFixed(3) }}
+  title=${percent(candidate.probability)}><${Piece} text=${candidate.text} />
+  <small>${percent(candidate.probability)}</small></span>`;
 
 function Table({ lens, layer }) {
   return html`<div class="inside-scroll" tabindex="0" role="region" aria-label="Logit lens as a table">
@@ -63,10 +118,7 @@ function Table({ lens, layer }) {
       <thead><tr><th scope="col">Layer</th><th scope="col">Top tokens</th><th scope="col">Rank</th></tr></thead>
       <tbody>${lens.layers.map((row) => html`<tr data-layer=${row.layer} class=${row.layer === layer ? "here" : ""}>
         <th scope="row" title=${row.layer === 0 ? "the embedding, before the first layer" : null}>${row.layer}</th>
-        <td>${row.candidates.map((candidate) => html`<span class=${candidate.token === lens.token ? "said followed" : "said"}
-          data-token=${candidate.token} style=${{ "--p": candidate.probability.toFixed(3) }}
-          title=${percent(candidate.probability)}><${Piece} text=${candidate.text} />
-          <small>${percent(candidate.probability)}</small></span>`)}</td>
+        <td>${row.candidates.map((candidate) => html`<${Said} candidate=${candidate} lens=${lens} />`)}</td>
         <td class="mono">${count(row.rank + 1)}</td>
       </tr>`)}</tbody>
     </table>
@@ -240,10 +292,11 @@ function Parts({ place, ownPlace, side, text }) {
       ${part("attention", "Attention", withBase((look) => html`<${Attention} place=${place} look=${look} />`))}
       ${base.answer?.states && part("states", "Recurrent states", withBase((look) => html`<${States} look=${look} />`))}
       ${part("lens", "Logit lens", () => html`<${Lens} place=${place} />`)}
-      ${part("pushes", "Logit attribution", () => html`<${Attribution} place=${place} runner=${runner} />`)}
-      ${part("steer", "Steer", () => html`<${Lazy} file="./steer/panel.js" name="Steer" />`)}
-      ${part("patching", "Patching", () => html`<${Lazy} file="./steer/patch.js" name="Patching" />`)}
-      ${part("neighbours", "Nearest embeddings", () => html`<${Neighbours} place=${ownPlace} text=${text} />`)}
+      ${!isTab && html`${part("pushes", "Logit attribution", () => html`<${Attribution} place=${place} runner=${runner} />`)}
+        ${part("steer", "Steer", () => html`<${Lazy} file="./steer/panel.js" name="Steer" />`)}
+        ${part("patching", "Patching", () => html`<${Lazy} file="./steer/patch.js" name="Patching" />`)}
+        ${part("neighbours", "Nearest embeddings", () => html`<${Neighbours} place=${ownPlace} text=${text} />`)}`}
+      ${isTab && html`<p class="quiet small">Logit attribution, steering, patching and nearest embeddings need a server.</p>`}
     </div>`;
   }, [place, ownPlace, base.answer, base.fault, next]);
 }

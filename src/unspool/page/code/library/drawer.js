@@ -52,6 +52,7 @@ export function Library() {
     <div role="status">${deleted && html`<p class="row spread small library-deleted"><span>Deleted “${deleted.title || "Untitled"}”.</span>
       <button type="button" class="button tiny" onClick=${putBack}>Undo</button></p>`}</div>
     <${RequestError} fault=${fault} again=${again} />
+    ${answer && !answer.is_saved && html`<p class="quiet small">These texts are not saved: they are lost when the server stops.</p>`}
     ${answer && !sessions.length && html`<p class="quiet small">${query || tag ? "No text matches." : "No texts yet. Every text you write is kept here."}</p>`}
     <ul class="library-list">${sessions.map((session) => html`<${Item} key=${session.id} session=${session} refresh=${refresh} remove=${remove} />`)}</ul>
     ${pages.at(-1)?.has_more && html`<button type="button" class="button" onClick=${loadMore}>Older texts</button>`}

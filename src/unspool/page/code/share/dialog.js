@@ -12,8 +12,10 @@ import { saveParts } from "../write/parts.js";
 import { importTrees, sizeOf } from "./import.js";
 import { pictureOf, pixels, svgText } from "./picture.js";
 import { openPlayBar, SPEEDS } from "./playback.js";
+import { linkOf } from "./link.js";
 import { fileName, isSession, loadBranch, packSession, parseSession, replay, showSession, workOf } from "./session.js";
 import { currentBranch, samePrompt, state } from "../state.js";
+import { isTab } from "../tab/client.js";
 
 const OTHERS = Object.values(FORMATS).map(({ title }) => title.replace("Plain", "plain")).join(", ").replace(/, ([^,]*)$/, " and $1");
 
@@ -233,7 +235,8 @@ export function ShareDialog({ close }) {
       <button class="button tiny" aria-label="Close" title="Close (Escape)">✕</button></form>
     <${SessionSection} busy=${busy} close=${() => dialog.current.close()} />
     ${branch?.prompt
-      ? html`<${PlayPart} branch=${branch} close=${() => dialog.current.close()} />
+      ? html`<${LinkPart} branch=${branch} />
+        <${PlayPart} branch=${branch} close=${() => dialog.current.close()} />
         <${PicturePart} branch=${branch} />
         <${ExportPart} branch=${branch} />
         <${TextPart} branch=${branch} />
@@ -246,6 +249,18 @@ export function ShareDialog({ close }) {
 function Part({ title, says, children }) {
   return html`<section class="share-part"><div><h3>${title}</h3><p class="quiet small">${says}</p></div>
     <div class="row">${children}</div></section>`;
+}
+
+function LinkPart({ branch }) {
+  const [fault, setFault] = useState(null);
+  const text = () => {
+    setFault(null);
+    return linkOf(branch.id).catch((error) => setFault(error.message) ?? "");
+  };
+  return html`<${Part} title="Link" says=${`Opens this text here: the page generates it again with the same seed${isTab ? ", without a server" : ""}.`}>
+    ${!branch.recorded && html`<${CopyButton} id="copy-link" text=${text} />`}
+    ${fault && html`<p class="bad small" role="alert">${fault}</p>`}
+  <//>`;
 }
 
 function PlayPart({ branch, close }) {
@@ -341,10 +356,10 @@ function CopyButton({ id, text }) {
   return html`<button class="button" id=${id} onClick=${copy}><span aria-live="polite">${label}</span></button>`;
 }
 
-const LANGUAGES = { curl: "curl", openai: "Python, openai", unspool: "Python, unspool" };
+const LANGUAGES = { ...(isTab ? {} : { curl: "curl", openai: "Python, openai" }), unspool: "Python, unspool" };
 
 function ProgramPart({ branch }) {
-  const [language, setLanguage] = useState("curl");
+  const [language, setLanguage] = useState(Object.keys(LANGUAGES)[0]);
   const { code, note } = programs(branch)[language];
   return html`<section class="share-part wide">
     <div><h3>Program</h3><p class="quiet small">Generates the same text, token for token${

@@ -41,7 +41,7 @@ function play(speed = 1) {
   const branch = currentBranch();
   if (!branch?.steps.length) return;
   // Of no session: the server must not save the copy as what the session shows.
-  const copy = { ...branch, id: `${branch.id}-played`, session: null, recorded: true, steps: [], retracted: [], writing: false };
+  const copy = { ...branch, id: `${branch.id}-played`, copyOf: branch.recorded ? null : branch.id, session: null, recorded: true, steps: [], retracted: [], writing: false };
   state.branches.set(copy.id, copy);
   playback = { from: branch.id, selected: state.selected, copy, speed, events: eventsOf(branch), next: 0, timer: 0, due: performance.now() };
   state.current = copy.id;

@@ -20,14 +20,16 @@ export function layersText(layers) {
   return runs.map(([first, last]) => (first === last ? `${first + 1}` : `${first + 1}–${last + 1}`)).join(", ");
 }
 
+export const valueText = (value) => `${Number(value.toPrecision(3))}`.replace("-", "−");
 export const strengthText = (value) => `×${Number(value.toPrecision(3))}`.replace("-", "−");
 
-/** What an intervention does, in a few words: "formal ×1.5", "no MLP, layer 3". */
+/** What an intervention does, in a few words: "formal ×1.5", "no MLP, layer 3", "feature 12 = 8". */
 export function interventionName({ label, site, op, layers, heads }) {
   const part = [SHORT_NAMES[site] ?? site, heads && heads.map((head) => head + 1).join(", ")].filter(Boolean).join(" ");
   const where = layers && layers.length < 6 ? `, ${layers.length > 1 ? "layers" : "layer"} ${layersText(layers)}` : "";
   if (op.kind === "scale") return `${op.factor === 0 ? `no ${part}` : `${part} ${strengthText(op.factor)}`}${where}`;
   const name = label?.trim() || op.kind.replaceAll("_", " ");
+  if (op.kind === "clamp_feature") return `${name} = ${valueText(op.value)}${where}`;
   return op.kind === "add" ? `${name} ${strengthText(op.scale)}${where}` : `${name} of ${part}${where}`;
 }
 

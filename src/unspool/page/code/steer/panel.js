@@ -7,7 +7,8 @@ import { html, isWord, Piece, plural, RequestError, useChanges, useEffect, useRe
 import { adopt, currentBranch, promptLength, state, tokenAt } from "../state.js";
 import { options, placeInText } from "../inside/lookups.js";
 import { placeOf } from "../write/history.js";
-import { differences, interventionName, PART_NAMES, strengthText, streamSteered } from "./changes.js";
+import { differences, interventionName, PART_NAMES, strengthText, streamSteered, valueText } from "./changes.js";
+import { Features } from "./features.js";
 
 const DEBOUNCE_MS = 80;
 const LENGTHS = [20, 40, 80, 160]; // tokens of a preview
@@ -21,11 +22,12 @@ const STRENGTHS = {
 
 const draft = { changes: [], length: 40, next: 1 }; // stays when another token is selected
 
-const kindOf = (change) => (change.what === "token" || change.what === "scale" ? change.what : "vector");
+const kindOf = ({ what }) => (what === "token" || what === "scale" ? what : what.split(":", 1)[0]);
 const isComplete = (change) => change.what !== "token" || change.token !== "";
 
 /** A change as the server takes it. */
-function asRequest({ what, token, site, first, last, head, strength }, offers) {
+function asRequest({ what, token, site, first, last, head, strength, sae, feature }, offers) {
+  if (kindOf({ what }) === "feature") return { feature, sae, strength };
   const part = offers.parts.find((item) => item.site === site);
   const layers = part.layers.filter((layer) => layer >= first && layer <= last);
   const kind = { vector: { vector: what.slice(7) }, token: { token }, scale: { scale: true } }[kindOf({ what })];
@@ -41,7 +43,7 @@ function newChange(what, offers, before = {}) {
   const late = layers[Math.floor((2 * layers.length) / 3)]; // where a direction of the output head has an effect after some layers
   const layer = layers.includes(options.layer - 1) ? options.layer - 1 : late;
   const [first, last] = vector ? [vector.layers[0], vector.layers.at(-1)] : [layer, layer];
-  return { id: draft.next++, token: "", ...before, what, site, first, last, head: site === "head_out" ? before.head ?? 0 : null, strength: STRENGTHS[kind].start };
+  return { id: draft.next++, token: "", ...before, range: undefined, feature: undefined, what, site, first, last, head: site === "head_out" ? before.head ?? 0 : null, strength: STRENGTHS[kind].start };
 }
 
 export function Steer() {
@@ -64,11 +66,13 @@ export function Steer() {
   };
   useEffect(() => {
     // Of another model: parts, layers and vectors are different.
-    const fits = (change) => offers.parts.some((part) => part.site === change.site && part.layers.includes(change.first) && part.layers.includes(change.last))
+    const fits = (change) => (kindOf(change) === "feature" ? offers.autoencoders.some(({ name }) => name === change.sae) : fitsParts(change));
+    const fitsParts = (change) => offers.parts.some((part) => part.site === change.site && part.layers.includes(change.first) && part.layers.includes(change.last))
       && (kindOf(change) !== "vector" || offers.vectors.some(({ name }) => change.what === `vector:${name}`));
     if (offers && !draft.changes.every(fits)) set(draft.changes.filter(fits));
   }, [offers]);
 
+  const isOf = (sae, feature) => (change) => change.sae === sae && change.feature === feature && kindOf(change) === "feature";
   const body = { at, max_tokens: draft.length, ...(isPrompt ? { first: state.selected } : {}) };
   const changes = offers ? draft.changes.filter(isComplete).map((change) => asRequest(change, offers)) : [];
   if (!offers) return html`<${RequestError} ...${offersRequest} />${!offersRequest.fault && html`<p class="quiet small" role="status">Loading …</p>`}`;
@@ -76,6 +80,10 @@ export function Steer() {
   return html`
     <p class="quiet small">Change values inside the model from <${Piece} text=${tokenAt(branch, state.selected)?.text} /> on. The text is generated
       again with the same seed, with and without the changes.</p>
+    ${offers.autoencoders.length > 0 && html`<${Features} branch=${branch} position=${state.selected} textKey=${key} autoencoders=${offers.autoencoders}
+      clamped=${(sae, feature) => draft.changes.some(isOf(sae, feature))}
+      clamp=${(change) => draft.changes.length < MAX_CHANGES && set([...draft.changes, { id: draft.next++, ...change }])}
+      release=${(sae, feature) => set(draft.changes.filter((change) => !isOf(sae, feature)(change)))} />`}
     ${draft.changes.map((change, index) => html`<${ChangeForm} key=${change.id} number=${index + 1} change=${change} offers=${offers}
       update=${(values) => update(change.id, values)} replace=${(other) => set(draft.changes.map((item) => (item.id === change.id ? other : item)))}
       remove=${() => set(draft.changes.filter(({ id }) => id !== change.id))} />`)}
@@ -88,7 +96,8 @@ export function Steer() {
 }
 
 /** Options of what is done; values are `vector:NAME`, `token` and `scale`. */
-const whatOptions = ({ vectors }) => html`
+const whatOptions = ({ vectors }, { what, feature } = {}) => html`
+  ${feature !== undefined && what.startsWith("feature:") && html`<option value=${what}>set feature ${feature}</option>`}
   ${vectors.length > 0 && html`<optgroup label="Steering vectors">${vectors.map(({ name }) => html`<option value=${`vector:${name}`}>add ${name}</option>`)}</optgroup>`}
   <option value="token">add the direction of a token</option>
   <option value="scale">scale a part (0: knock out)</option>`;
@@ -102,13 +111,39 @@ function AddChange({ isFirst, offers, add }) {
     <option value="" disabled>${isFirst ? "Choose a change …" : "Add another change …"}</option>${whatOptions(offers)}</select>`;
 }
 
+/** What a change does, and the button that removes it. */
+function WhatRow({ number, change, offers, replace, remove }) {
+  return html`<div class="row spread"><select class="field inside-choice" id=${`steer-what-${number}`} aria-label="What is done" value=${change.what}
+      onChange=${({ target }) => replace({ ...newChange(target.value, offers, change), id: change.id })}>${whatOptions(offers, change)}</select>
+    <button type="button" class="button plain tiny" aria-label=${`Remove change ${number}`} onClick=${remove}>×</button></div>`;
+}
+
+function StrengthRow({ number, change, update, label }) {
+  const id = `steer-strength-${number}`;
+  const range = change.range ?? STRENGTHS[kindOf(change)];
+  const text = kindOf(change) === "feature" ? valueText(change.strength) : strengthText(change.strength);
+  return html`<div class="steer-strength"><label class="small" for=${id}>${label}</label>
+    <input id=${id} type="range" min=${range.min} max=${range.max} step=${range.step} value=${change.strength}
+      aria-valuetext=${text} onInput=${({ target }) => update({ strength: target.valueAsNumber })} />
+    <output class="mono small" for=${id}>${text}</output></div>`;
+}
+
+/** A feature of a sparse autoencoder, set to a value. */
+function FeatureForm({ number, change, offers, update, replace, remove }) {
+  return html`<fieldset class="steer-change">
+    <legend class="visually-hidden">Change ${number}</legend>
+    <${WhatRow} number=${number} change=${change} offers=${offers} replace=${replace} remove=${remove} />
+    <${StrengthRow} number=${number} change=${change} update=${update} label="Value" />
+  </fieldset>`;
+}
+
 function ChangeForm({ number, change, offers, update, replace, remove }) {
   const kind = kindOf(change);
+  if (kind === "feature") return html`<${FeatureForm} number=${number} change=${change} offers=${offers} update=${update} replace=${replace} remove=${remove} />`;
   const parts = offers.parts.filter(({ site }) => kind === "scale" || site !== "head_out");
   const part = offers.parts.find(({ site }) => site === change.site);
   const vector = offers.vectors.find(({ name }) => change.what === `vector:${name}`);
   const layers = vector ? part.layers.filter((layer) => vector.layers.includes(layer)) : part.layers;
-  const range = STRENGTHS[kind];
   const heads = part.heads[part.layers.indexOf(change.first)] ?? 0;
   const id = (name) => `steer-${name}-${number}`;
   const setSite = ({ target }) => {
@@ -121,9 +156,7 @@ function ChangeForm({ number, change, offers, update, replace, remove }) {
   const layerOptions = layers.map((layer) => html`<option value=${layer}>${layer + 1}</option>`);
   return html`<fieldset class="steer-change">
     <legend class="visually-hidden">Change ${number}</legend>
-    <div class="row spread"><select class="field inside-choice" id=${id("what")} aria-label="What is done" value=${change.what}
-        onChange=${({ target }) => replace({ ...newChange(target.value, offers, change), id: change.id })}>${whatOptions(offers)}</select>
-      <button type="button" class="button plain tiny" aria-label=${`Remove change ${number}`} onClick=${remove}>×</button></div>
+    <${WhatRow} number=${number} change=${change} offers=${offers} replace=${replace} remove=${remove} />
     ${kind === "token" && html`<label class="row small" for=${id("token")}>Token <input id=${id("token")} class="field steer-token mono" value=${change.token}
       placeholder="for example ␣happy" onInput=${({ target }) => update({ token: target.value.replace("␣", " ") })} /></label>`}
     <div class="row small">
@@ -134,10 +167,7 @@ function ChangeForm({ number, change, offers, update, replace, remove }) {
       <span class="steer-range"><label>Layers <select class="field inside-choice" id=${id("first")} aria-label="First layer" value=${change.first} onChange=${setFirst}>${layerOptions}</select></label>
       <label>to <select class="field inside-choice" id=${id("last")} aria-label="Last layer" value=${change.last} onChange=${setLast}>${layerOptions}</select></label></span>
     </div>
-    <div class="steer-strength"><label class="small" for=${id("strength")}>${kind === "scale" ? "Factor" : "Strength"}</label>
-      <input id=${id("strength")} type="range" min=${range.min} max=${range.max} step=${range.step} value=${change.strength}
-        aria-valuetext=${strengthText(change.strength)} onInput=${({ target }) => update({ strength: target.valueAsNumber })} />
-      <output class="mono small" for=${id("strength")}>${strengthText(change.strength)}</output></div>
+    <${StrengthRow} number=${number} change=${change} update=${update} label=${kind === "scale" ? "Factor" : "Strength"} />
   </fieldset>`;
 }
 

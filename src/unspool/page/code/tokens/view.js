@@ -6,6 +6,7 @@ import {
   count, html, plural, RequestError, useChanges, useEffect, useLayoutEffect, useMemo, useRef, useRequest, useState,
 } from "../lib.js";
 import { changed, currentBranch, currentModel, state, textOf } from "../state.js";
+import { isTab } from "../tab/client.js";
 import { longestWord, Merges } from "./merges.js";
 import { bytesOf, PlainSplit, Split } from "./pieces.js";
 import { ContextBar } from "../write/footer.js";
@@ -149,8 +150,8 @@ export function TokensView() {
       </div>
     </div>
     <${Merges} pieces=${result.pieces} text=${text} at=${at} playCount=${playCount} model=${state.model} />
-    <${Vocabularies} text=${text} letters=${letters} result=${result} model=${state.model}
-      size=${currentModel()?.unspool.vocabulary} />
+    ${!isTab && html`<${Vocabularies} text=${text} letters=${letters} result=${result} model=${state.model}
+      size=${currentModel()?.unspool.vocabulary} />`}
   </section>`;
 }
 

@@ -58,7 +58,7 @@ function PromptTable() {
   const { tokens, text_tokens: textTokens, context, parts, left_out: leftOut } = current;
   const widthOf = (n) => `${Math.max(0.5, (100 * n) / Math.max(context, tokens)).toFixed(2)}%`;
   return html`<div class="stack" id="prompt-parts">
-    <div class="context-bar" role="img" aria-label=${`${count(tokens)} of ${count(context)} tokens`}>
+    <div class="context-parts" role="img" aria-label=${`${count(tokens)} of ${count(context)} tokens`}>
       ${parts.map((part, n) => html`<i key=${n} class=${`part-${part.kind}`} style=${{ width: widthOf(part.tokens) }}></i>`)}
       <i class="part-text" style=${{ width: widthOf(textTokens) }}></i></div>
     <table class="small context-table"><thead><tr><th>Part</th><th>Where</th><th class="num">Tokens</th></tr></thead><tbody>

@@ -4,7 +4,7 @@ import { attempt, CANDIDATES, pauseWriting, pushUndo, resumeWriting, setCurrent 
 import { api } from "../api.js";
 import { requestSettings } from "../settings.js";
 import { adopt, changed, currentBranch, promptLength, state, textLength } from "../state.js";
-import { caretPosition, commit, placeAt, typeText } from "./document.js";
+import { caretPosition, commit, placeAt, textBetween, typeText } from "./document.js";
 import { placeOf } from "./history.js";
 import { partsBody } from "./parts.js";
 
@@ -13,13 +13,53 @@ const GHOST_TOKENS = 32;
 
 let ghosts = null; // {branch, position, head, texts, ids, now, accepted, element, control, isDone}
 
+/**
+ * The message of a chat that a position is in, as `{role, number, first, last}`; null in an answer and in a plain text.
+ * `number` is its place in the prompt.
+ */
+function messageAt(branch, position) {
+  const shift = promptLength(branch);
+  const { messages, spans } = branch.prompt;
+  if (!messages) return null;
+  const all = position < shift
+    ? messages.map(({ role }, number) => ({ role, number, range: spans[number]?.content }))
+    : (branch.turns ?? []).map(({ role, content }) => ({ role, number: null, range: content?.map((at) => shift + at) }));
+  for (const { role, number, range } of all) {
+    if (range && range[0] <= position && position <= range[1]) return { role, number, first: range[0], last: range[1] };
+  }
+  const turn = (branch.turns ?? []).find(({ start, end }) => shift + start < position && position < shift + end);
+  if (position < shift || turn) throw new Error("The caret is in the chat template. Put it in a message or an answer.");
+  return null;
+}
+
+const edit = (id, body) => api.post(`/v1/tree/${id}/edit`, { score: false, ...body });
+
 /** The text up to a position as a separate branch; what follows stays in the branch it is from. */
 async function cutAt(branch, { position, head }) {
   const at = position - promptLength(branch);
   if (!head && at >= 0) return api.post(`/v1/tree/${branch.id}/fork`, { at });
-  if (at < 0 && branch.prompt.messages) throw new Error("The caret is in a message of the prompt. Put it in an answer to continue there.");
-  const last = head ? position + 1 : position;
-  return api.post(`/v1/tree/${branch.id}/edit`, { first: position, last, text: head, after: "drop", score: false });
+  return edit(branch.id, { first: position, last: head ? position + 1 : position, text: head, after: "drop" });
+}
+
+/** A branch to continue at a position. A message of the user ends there, and the model answers it. */
+async function cutForAnswer(branch, { position, head }) {
+  const message = messageAt(branch, position);
+  if (!message) return cutAt(branch, { position, head });
+  if (message.role !== "assistant") return edit(branch.id, { first: position, last: message.last, text: head, after: "drop" });
+  // An answer in the prompt becomes the start of what is generated.
+  const { model, session, prompt } = branch;
+  const created = adopt(await api.post("/v1/tree", { model, session, messages: prompt.messages.slice(0, message.number) }));
+  const text = textBetween(branch, message.first, position) + head;
+  return text ? api.post(`/v1/tree/${created.id}/append`, { text }) : created;
+}
+
+/** A branch to continue at a position, also inside a message, for suggestions. */
+async function cutForWords(branch, { position, head }) {
+  const isInPrompt = messageAt(branch, position) && position < promptLength(branch);
+  if (!isInPrompt) return cutAt(branch, { position, head });
+  const ids = branch.prompt.tokens.slice(0, position + (head ? 1 : 0)).map(({ id }) => id);
+  const created = await api.post("/v1/tree", { model: branch.model, prompt: ids });
+  return head ? edit(created.id, { first: position, last: position + 1, text: head, fork: false }) : created;
 }
 
 /** The caret, or else the place after the selected token, or the end. */
@@ -42,7 +82,7 @@ export async function continueHere() {
     return;
   }
   const goes = await attempt(async () => {
-    const fork = adopt(await cutAt(branch, place));
+    const fork = adopt(await cutForAnswer(branch, place));
     setCurrent(fork.id);
     pushUndo({ label: "continue here", before: placeOf(branch), after: { id: fork.id, length: null } });
   });
@@ -84,7 +124,7 @@ export async function suggest() {
   showGhost();
   let base = null;
   await attempt(async () => {
-    base = await cutAt(branch, place);
+    base = await cutForWords(branch, place);
     const body = { ...requestSettings(), ...partsBody(), n: NUM_GHOSTS, stream: true, max_tokens: GHOST_TOKENS, top: CANDIDATES };
     for await (const { data } of api.resume(base.id, body, { signal: control.signal })) {
       let number = mine.ids.indexOf(data.branch);

@@ -11,7 +11,7 @@ import { adopt, changed, currentBranch, isTemplate, on, promptLength, state, tex
 import { placeOf } from "./history.js";
 import { endGhosts, hasGhosts, onGhostKey } from "./cursor.js";
 
-const PAUSE_MS = 600; // without typing, before a draft is sent
+const PAUSE_MS = 300; // without typing, before a draft is sent
 const MAX_DRAFTS = 20;
 const DRAFTS = "drafts"; // in the storage: drafts that were not sent, by branch
 
@@ -47,7 +47,7 @@ export function readableText(branch, first, last) {
   return text;
 }
 
-const textBetween = (branch, first, last) => {
+export const textBetween = (branch, first, last) => {
   let text = "";
   for (let at = first; at < last; at += 1) text += tokenOf(branch, at).text;
   return text;
@@ -194,14 +194,18 @@ function newDraft(branch, { first, last, head, tail }, text) {
   showDraft();
 }
 
-/** Take the draft off the page; the tokens are drawn again. */
-function hideDraft() {
-  if (!draft) return;
+/** Take the draft off the page. Returns where its tokens have to be drawn again. */
+function endDraft() {
   const { first, span } = draft;
   draft = null;
   clearTimeout(timer);
   span?.remove();
-  pane?.redraw(first);
+  return first;
+}
+
+/** Take the draft off the page; the tokens are drawn again. */
+function hideDraft() {
+  if (draft) pane?.redraw(endDraft());
 }
 
 /** Drop what was typed since the last commit. */
@@ -377,15 +381,16 @@ function showEdited(base, branch, { start, text, isSame }) {
   const isFocused = pane?.body.contains(document.getSelection().anchorNode);
   const later = typed && typed.text !== text ? { text: typed.text, caret: typed.caret } : null;
   const caret = start + (typed?.caret ?? text.length);
-  hideDraft();
+  const first = typed ? endDraft() : Infinity;
   if (isSame) session.end = Math.max(session.end, start + text.length);
   else {
     session = { branch: branch.id, before: base.id, start, end: start + text.length };
     pushUndo({ label: text ? `edit “${shorten(text)}”` : "delete words", before: placeOf(base), after: { id: branch.id, length: null } });
   }
   if (state.current !== base.id && state.current !== branch.id) return; // another text is shown meanwhile
+  if (state.afterEdit !== "keep") scoreBranch(branch); // before drawing: both take their time
   setCurrent(branch.id);
-  pane?.redraw();
+  pane?.redraw(first);
   if (later) {
     const [from, to] = [pointAtCharacter(branch, start), pointAtCharacter(branch, start + text.length)];
     newDraft(branch, tokenRange(branch, from, to), later.text);
@@ -394,7 +399,6 @@ function showEdited(base, branch, { start, text, isSame }) {
     touched();
   } else if (isFocused) placeCaretAtCharacter(branch, caret);
   changed("draft-edit");
-  if (state.afterEdit !== "keep") scoreBranch(branch);
 }
 
 /** Score the steps that have no score; colors appear as parts arrive. */
@@ -697,7 +701,7 @@ export function typeText(position, head, text) {
  * Give the tokens from `first` to before `last` a new text, without the pane; tokens at both ends that stay are left
  * out. Returns the new branch, or null. `after`: "keep" or "drop" the text after it.
  */
-export async function editRange(base, first, last, text, after = "keep") {
+export async function editRange(base, first, last, text, { after = "keep", label = `edit “${shorten(text)}”` } = {}) {
   let [from, to, words] = [first, last, text];
   while (from < to && tokenOf(base, from).text && words.startsWith(tokenOf(base, from).text)) {
     words = words.slice(tokenOf(base, from).text.length);
@@ -713,7 +717,7 @@ export async function editRange(base, first, last, text, after = "keep") {
     const body = { first: from, last: to, text: words, after, score: false };
     branch = adoptEdit(base, await api.post(`/v1/tree/${base.id}/edit`, body));
     setCurrent(branch.id);
-    pushUndo({ label: `edit “${shorten(text)}”`, before: placeOf(base), after: { id: branch.id, length: null } });
+    pushUndo({ label, before: placeOf(base), after: { id: branch.id, length: null } });
   });
   if (goes && after === "keep" && state.afterEdit !== "keep") scoreBranch(branch);
   return goes ? branch : null;

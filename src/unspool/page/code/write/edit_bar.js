@@ -5,11 +5,12 @@ import { html, storage, useChanges, useEffect } from "../lib.js";
 import { changed, currentBranch, state } from "../state.js";
 import { acceptGhost, continueHere, endGhosts, hasGhosts, stepGhost, suggest } from "./cursor.js";
 import { canEdit, draftStatus, forgetEdit, needsEditButton, rewriteAfterEdit, scoreBranch, startEditing } from "./document.js";
+import { fillGap, findGap } from "./edits.js";
 
 state.afterEdit = storage.get("afterEdit", "rescore");
 
 export function EditBar() {
-  useChanges("draft-edit", "ghosts", "current", "writing", "server", "selection", "reading");
+  useChanges("draft-edit", "ghosts", "current", "writing", "server", "selection", "reading", "steps");
   useEffect(() => {
     const onKey = (event) => {
       const isCommand = (event.ctrlKey || event.metaKey) && event.target.closest("#text");
@@ -54,7 +55,8 @@ function CaretButtons() {
   return html`${needsEditButton() && html`<button type="button" class="button tiny" id="edit" aria-pressed=${state.editing} disabled=${!canEdit()}
       onClick=${toggle}>Edit</button>`}
     <${Action} id="continue-here" title="Generate from the caret; the text after it stays in another branch (Ctrl+Enter)" act=${continueHere}>Continue here<//>
-    <${Action} id="suggest" title="Show continuations at the caret, to step through and accept (Ctrl+Space)" act=${suggest}>Suggest<//>`;
+    <${Action} id="suggest" title="Show continuations at the caret, to step through and accept (Ctrl+Space)" act=${suggest}>Suggest<//>
+    ${findGap(currentBranch()) && html`<${Action} id="fill-gap" title="Propose words for ___, ranked by the text before and after it" act=${fillGap}>Fill ___<//>`}`;
 }
 
 function GhostButtons() {

@@ -3,14 +3,17 @@
 
 import { attempt } from "../actions.js";
 import { api } from "../api.js";
-import { changed, currentBranch, promptLength, state } from "../state.js";
+import { changed, currentBranch, isTemplate, promptLength, state, textLength } from "../state.js";
+import { tokenOf } from "./document.js";
 
 let markedSpans = []; // elements that have a mark
 
-/** Select the tokens from position `from` to before `to`; prompt tokens are left out. */
+/** Select the tokens from position `from` to before `to`, of one message: those of the chat template are left out. */
 export function selectSpan(branch, from, to) {
-  const promptTokens = promptLength(branch);
-  const [first, last] = [Math.max(0, from - promptTokens), Math.min(to - promptTokens, branch.steps.length)];
+  let [first, last] = [from, Math.min(to, textLength(branch))];
+  while (first < last && isTemplate(branch, first)) first += 1;
+  while (first < last && isTemplate(branch, last - 1)) last -= 1;
+  for (let at = first; at < last; at += 1) if (isTemplate(branch, at)) last = first;
   const isSame = state.span?.branch === branch.id && state.span.first === first && state.span.last === last;
   if (isSame || state.writing || branch.recorded) return;
   state.span = first < last ? { branch: branch.id, first, last, isRequested: false } : null;
@@ -22,6 +25,23 @@ export function clearSpan() {
   state.span = null;
   changed("span");
   return true;
+}
+
+/** The tokens of the first gap, `___`: [first, last]; null if there is none. */
+export function findGap(branch) {
+  const texts = Array.from({ length: textLength(branch) }, (_, at) => (isTemplate(branch, at) ? "\n" : tokenOf(branch, at).text));
+  const gap = /_{2,}/.exec(texts.join(""));
+  if (!gap) return null;
+  let end = 0;
+  const ends = texts.map((text) => (end += text.length));
+  return [ends.findIndex((at) => at > gap.index), ends.findIndex((at) => at >= gap.index + gap[0].length) + 1];
+}
+
+/** Ask for words for the first gap. */
+export function fillGap() {
+  const branch = currentBranch();
+  state.span = { branch: branch.id, first: findGap(branch)[0], last: findGap(branch)[1], isRequested: true };
+  changed("span");
 }
 
 let anchor = null; // position where the selection by keyboard started
@@ -87,8 +107,8 @@ export function applyMarks(spans, branch) {
   markedSpans = [];
   if (!branch) return;
   const promptTokens = promptLength(branch);
-  const dress = (step, look) => {
-    const span = spans[promptTokens + step];
+  const dress = (at, look) => {
+    const span = spans[at];
     if (!span) return null;
     span.classList.add(look);
     markedSpans.push(span);
@@ -107,8 +127,8 @@ export function applyMarks(spans, branch) {
   }
   for (const change of pendingChanges()) {
     for (let at = change.first; at < change.last; at += 1) {
-      dress(at, "struck");
-      if (change === state.revision.current) dress(at, "current-change");
+      dress(promptTokens + at, "struck");
+      if (change === state.revision.current) dress(promptTokens + at, "current-change");
     }
     const last = spans[promptTokens + change.last - 1];
     if (last) last.dataset.new = change.new;

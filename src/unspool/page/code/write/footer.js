@@ -11,8 +11,8 @@ export function LiveFigures() {
   if (branch.progress) return html`<${PromptProgress} ...${branch.progress} />`;
   const { first, rate } = speedOf(branch);
   return html`<p class="live-figures quiet small">
-    <span>time to first token <b data-live="first">${duration(first)}</b></span>
-    <span><b data-live="rate">${perSecond(rate)}</b> tokens/s</span>
+    ${first !== null && html`<span>time to first token <b data-live="first">${duration(first)}</b></span>
+      <span><b data-live="rate">${perSecond(rate)}</b> tokens/s</span>`}
     <span data-live="tokens">${plural(branch.steps.length, "token")}</span>
     <button type="button" class="link" id="text-costs" title="Time, probability and repetition, token by token" onClick=${() => openView("text")}>Costs</button>
   </p>`;

@@ -300,7 +300,7 @@ function showBytes(before) {
 const EXTENDS = /^[\p{M}\p{Emoji_Modifier}\u200d\ufe0f\u{1f1e6}-\u{1f1ff}]/u;
 const clusters = new Intl.Segmenter(undefined, { granularity: "grapheme" });
 
-const JOINED_SCRIPT = /^[\p{Script=Arabic}\p{Script=Syriac}\p{Script=Mongolian}\p{Script=Nko}]/u;
+const JOINED_SCRIPT = /^[\p{scx=Arabic}\p{scx=Syriac}\p{scx=Mongolian}\p{scx=Nko}]/u; // with their punctuation
 
 /** Between joined letters, the first token of a letter has no mark: it would cut the word in two. */
 function hideParts(before) {

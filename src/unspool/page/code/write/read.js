@@ -150,7 +150,7 @@ function newArticle(box, role) {
     if (form) return;
     const save = async (after) => {
       const words = form.querySelector("textarea").value;
-      const branch = await editRange(currentBranch(), turn.first, turn.last, words, after);
+      const branch = await editRange(currentBranch(), turn.first, turn.last, words, { after });
       if (!branch) return; // the words stay in the form
       stopEditing();
       if (after === "drop") await resumeWriting({ isPart: true });
@@ -211,8 +211,7 @@ function editForm(turn, save, cancel) {
 function showSelected(articles) {
   const branch = currentBranch();
   if (!branch || (state.selected === null && state.span === null)) return;
-  const shift = promptLength(branch);
-  const [first, last] = state.span ? [shift + state.span.first, shift + state.span.last] : [state.selected, state.selected + 1];
+  const [first, last] = state.span ? [state.span.first, state.span.last] : [state.selected, state.selected + 1];
   const article = articles.find(({ turn }) => turn.first !== null && turn.first <= first && first < turn.last);
   if (!article) return;
   let words = "";
@@ -280,7 +279,5 @@ function tokensOfRange(articles, range) {
   if (place < 0) return null;
   const tokenAtCharacter = (character) => article.turn.first + starts.findLastIndex((start) => start <= character);
   const [first, last] = [tokenAtCharacter(place), tokenAtCharacter(place + words.length - 1) + 1];
-  const shift = promptLength(branch);
-  const isSpan = last - first > 1 && first >= shift;
-  return { selected: first, span: isSpan ? { branch: branch.id, first: first - shift, last: last - shift, isRequested: false } : null };
+  return { selected: first, span: last - first > 1 ? { branch: branch.id, first, last, isRequested: false } : null };
 }

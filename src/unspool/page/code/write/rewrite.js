@@ -5,7 +5,8 @@ import { api } from "../api.js";
 import {
   clamp, html, nats, percent, plural, useChanges, useEffect, useLayoutEffect, useRef, useState,
 } from "../lib.js";
-import { adopt, changed, currentBranch, modelOf, promptLength, state } from "../state.js";
+import { adopt, changed, currentBranch, modelOf, state } from "../state.js";
+import { editRange, textBetween } from "./document.js";
 import { clearSpan } from "./edits.js";
 import { placeOf } from "./history.js";
 import { tokenBox } from "./pane.js";
@@ -62,7 +63,7 @@ function SpanPopup({ span }) {
     setResult("loading");
     const goes = await attempt(async () => {
       const { first, last } = span;
-      const filled = await api.post(`/v1/tree/${branch.id}/fill`, { first, last, candidates: CANDIDATES });
+      const filled = await api.post(`/v1/tree/${branch.id}/fill`, { first, last, whole_text: true, candidates: CANDIDATES });
       setResult(filled);
     });
     if (!goes) setResult(null);
@@ -91,8 +92,9 @@ function SpanPopup({ span }) {
       event.preventDefault();
     }
   };
-  const applyCandidate = async (candidate) => {
-    await replaceSpans(branch, [candidate], { label: `rewrite “${shorten(result.old)}”` });
+  const applyCandidate = async ({ first, last, text }) => {
+    await pauseWriting();
+    await editRange(branch, first, last, text, { label: `rewrite “${shorten(result.old)}”` });
     document.getElementById("text")?.focus({ preventScroll: true });
   };
   return html`<div ref=${box} class="rewrite panel" role="group" aria-label="Selected span" style=${place} onKeyDown=${onKey}>
@@ -107,7 +109,7 @@ function SpanPopup({ span }) {
 
 /** Ask the model itself for new words; its answers, as candidates. */
 async function rewriteByInstruction(branch, { first, last }, instruction) {
-  const old = branch.steps.slice(first, last).map((step) => step.text).join("");
+  const old = textBetween(branch, first, last);
   const content = `Rewrite this text. ${instruction}\nReply with the new text only.\n\n${old.trim()}`;
   const { choices } = await api.post("/v1/chat/completions", {
     model: branch.model, messages: [{ role: "user", content }], n: NUM_REWRITES, max_tokens: 2 * (last - first) + 32,
@@ -121,7 +123,7 @@ async function rewriteByInstruction(branch, { first, last }, instruction) {
 
 function CandidateList({ result, pick, leave }) {
   const most = Math.max(...result.candidates.map(({ probability }) => probability), 1e-9);
-  return html`<div class="row spread"><h2>Instead of “${shorten(result.old)}”</h2>
+  return html`<div class="row spread"><h2>${result.old.replaceAll("_", "") ? `Instead of “${shorten(result.old)}”` : "Words for the gap"}</h2>
       <button class="button plain tiny" aria-label="Close" onClick=${leave}>×</button></div>
     <ul class="rewrite-list">${result.candidates.map((candidate) => html`<li key=${candidate.new}>
       <button disabled=${candidate.now} onClick=${() => pick(candidate)} title=${candidate.now ? "Current text" : "Replace the span with this"}>
@@ -144,8 +146,7 @@ const METHODS = {
 function usePopupPosition(box, branch, span, result) {
   const [place, setPlace] = useState({ opacity: 0 });
   useLayoutEffect(() => {
-    const promptTokens = promptLength(branch);
-    const [begin, end] = [tokenBox(promptTokens + span.first), tokenBox(promptTokens + span.last - 1)];
+    const [begin, end] = [tokenBox(span.first), tokenBox(span.last - 1)];
     if (!begin || !end || !box.current) return;
     const room = box.current.parentElement.parentElement.clientWidth - box.current.offsetWidth - 8;
     const x = begin.y === end.y ? begin.x : 8;

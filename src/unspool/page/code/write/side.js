@@ -25,11 +25,11 @@ export function SettingsPanel() {
       ${branch && html` Seed of this text: <code>${branch.seed}</code>.`}</p>
     <${Presets} />
     ${basic.map((field) => html`<${Field} field=${field} key=${field.name} />`)}
-    <details open=${formats.some(isSet)}>
+    ${formats.length > 0 && html`<details open=${formats.some(isSet)}>
       <summary>Output format</summary>
       <div class="stack more"><p class="quiet small">The sampler allows only tokens that can match. One format at a time.</p>
         ${formats.map((field) => html`<${Field} field=${field} key=${field.name} />`)}</div>
-    </details>
+    </details>`}
     <details open=${all || advanced.some(isSet)} onToggle=${(event) => setAll(event.target.open)}>
       <summary>Advanced</summary>
       <div class="stack more">${advanced.map((field) => html`<${Field} field=${field} key=${field.name} />`)}</div>
@@ -175,7 +175,8 @@ function JsonField({ set, ...props }) {
 
 // -- the side panel -----------------------------------------------------------------------------
 
-const TABS = { token: "Token", branches: "Branches", context: "Context", settings: "Settings" };
+const TITLES = { token: "Token", branches: "Branches", context: "Context", settings: "Settings" };
+const TABS = Object.fromEntries(Object.entries(TITLES).filter(([tab]) => PANELS.some((panel) => panel.tab === tab)));
 const levelsOf = (tab) => PANELS.filter((panel) => panel.tab === tab);
 const HIGHEST = 0.85; // of the screen
 const LOWEST = 0.2; // below this it closes

@@ -7,6 +7,7 @@ import {
 import { Fold, html, Lazy, ModeSegments, render, useChanges, useEffect, useRef, useThrottledChanges } from "../lib.js";
 import { DefaultModelNote, OtherModelNote } from "../models.js";
 import { changed, currentBranch, currentModel, modelOf, promptLength, state } from "../state.js";
+import { isTab } from "../tab/client.js";
 import { loadDoubt } from "./edits.js";
 import { Examples, EXAMPLES, FirstSteps } from "./first.js";
 import { isHighlighted, mountPane, TINT_SCALES, TINTS } from "./pane.js";
@@ -41,7 +42,7 @@ function Toolbar() {
     <${TintChoice} doubts />
     <${Speed} />
     <span class="grow"></span>
-    <${ReviseButton} />
+    ${!isTab && html`<${ReviseButton} />`}
   <//>`;
 }
 
@@ -74,7 +75,7 @@ export function TintChoice({ doubts = false }) {
       <span class="ramp" aria-hidden="true">${[1, 2, 3, 4, 5, 6, 7, 8, 9].map((n) => html`<i class="t lit"
         style=${{ "--lit": n / 9 }}></i>`)}</span> high</span></div>`;
   }
-  const tints = Object.entries(TINTS).filter(([tint]) => doubts || tint !== "doubt");
+  const tints = Object.entries(TINTS).filter(([tint]) => (doubts && !isTab) || tint !== "doubt");
   const tint = !doubts && state.tint === "doubt" ? "none" : state.tint;
   const scale = TINT_SCALES[tint];
   return html`<div class="row tint-choice small folds">
@@ -114,7 +115,7 @@ export function Pane() {
   useChanges("current", "writing");
   const box = useRef();
   useEffect(() => mountPane(box.current), []);
-  useEffect(() => mountRewrite(box.current), []);
+  useEffect(() => (isTab ? undefined : mountRewrite(box.current)), []);
   return html`<div class="text-box" id="text" ref=${box} tabindex="0" role="group" data-branch=${state.current ?? ""}
       aria-label="Text; arrow keys move from token to token" aria-busy=${state.writing !== null}></div>
     ${state.current === null && html`<${Welcome} />`}`;

@@ -1,0 +1,218 @@
+"""Lenses of the default model, and how close each comes to the final distribution.
+
+python bench/lenses.py fit TEXTS...          # writes src/unspool/lens/lenses/*.safetensors
+python bench/lenses.py compare TEXTS...      # KL to the final distribution, on texts not fitted
+python bench/lenses.py gradients             # attribution patching beside exact patching
+python bench/lenses.py figure                # docs/images/lenses.svg, from the results of compare
+
+TEXTS are files of JSON lines: texts, or lists of token ids. Results are JSON on standard output, or
+in the file of --out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import unspool
+from lib.arguments import make_parser
+from unspool.lens.activation_cache import activation_caches
+from unspool.lens.activation_files import read_corpus
+from unspool.sampling import log_softmax
+
+LENSES = Path(unspool.__file__).parent / "lens" / "lenses"
+DOCS = Path(__file__).parent.parent / "docs"
+DATA, IMAGE = DOCS / "research" / "data" / "lenses-135m.json", DOCS / "images" / "lenses.svg"
+EVERY = 5  # every fifth position is measured
+CHUNK = 256  # positions whose logits are in memory together
+
+PAIRS = (
+    ("The capital of Italy is", "The capital of France is", " Rome", " Paris"),
+    ("The opposite of hot is", "The opposite of up is", " cold", " down"),
+    ("The colour of the sky is", "The colour of the grass is", " blue", " green"),
+    ("John and Mary went out. John gave it to", "John and Mary went out. Mary gave it to",
+     " Mary", " John"),
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("what", choices=("fit", "compare", "gradients", "figure"))
+    parser.add_argument("texts", nargs="*", type=Path, help="files of JSON lines")
+    parser.add_argument("--out", type=Path, help="write the results to this file")
+    parser.add_argument("--most", type=int, default=200, help="texts of each file")
+    parser.add_argument("--jacobian", type=int, default=50, help="of these, for the Jacobian lens")
+    parser.add_argument("--rank", type=int, default=64, help="of the lenses")
+    options = parser.parse_args()
+    if options.what == "figure":
+        results = json.loads((options.out or DATA).read_text(encoding="utf-8"))
+        IMAGE.write_text(draw(results["kl"]), encoding="utf-8")
+        return
+    texts = [list(islice(read_corpus(path), options.most)) for path in options.texts]
+    results = {
+        "fit": lambda: fit(texts, options.jacobian, options.rank),
+        "compare": lambda: compare([text for file in texts for text in file]),
+        "gradients": gradients,
+    }[options.what]()
+    facts = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "command": f"python bench/lenses.py {options.what}",
+    }
+    text = json.dumps({**facts, **results}, indent=1)
+    if options.out is None:
+        print(text)
+    else:
+        options.out.write_text(text + "\n", encoding="utf-8")
+
+
+def fit(texts: list[list[Any]], num_jacobian: int, rank: int) -> dict[str, Any]:
+    """Fit both lenses; the Jacobian lens to the first texts of each file."""
+    LENSES.mkdir(exist_ok=True)
+    written = {}
+    for kind in ("tuned", "jacobian"):
+        is_jacobian = kind == "jacobian"
+        most = num_jacobian if is_jacobian else None
+        with unspool.load(backend="torch" if is_jacobian else "auto") as lm:
+            started = time.perf_counter()
+            lens = lm.fit_lens([t for file in texts for t in file[:most]], kind=kind, rank=rank)
+            path = LENSES / f"{kind}.safetensors"
+            lens.save(path)
+            written[kind] = {
+                "tokens": lens.num_tokens,
+                "seconds": round(time.perf_counter() - started),
+                "bytes": path.stat().st_size,
+                "rank": lens.rank,
+            }
+            print(kind, written[kind], flush=True)
+    return {"lenses": written}
+
+
+def compare(texts: list[Any]) -> dict[str, Any]:
+    """Mean KL divergence of each layer's prediction from the final one, in nats."""
+    with unspool.load() as lm:
+        last = lm.config.layers - 1
+        prompts = [lm.prompt_ids(text, longer=True)[:128] for text in texts]
+        caches = activation_caches(lm, prompts, sites=("resid_pre", f"resid_post.{last}"))
+        residuals = np.concatenate(
+            [
+                np.concatenate((c["resid_pre"], c["resid_post", last][None]))[:, EVERY - 1 :: EVERY]
+                for c in caches
+            ],
+            1,
+        )
+        kl: dict[str, list[float]] = {}
+        agreement: dict[str, list[float]] = {}
+        for name in ("logit", *lm.lenses):
+            lens = lm.find_lens(name)
+            vectors = residuals if lens is None else lens.translate(residuals)
+            measured = np.array([_divergence(lm, rows, residuals[-1]) for rows in vectors])
+            kl[name], agreement[name] = measured.round(4).T.tolist()
+            print(name, kl[name], flush=True)
+    return {
+        "positions": residuals.shape[1],
+        "texts": len(texts),
+        "kl": kl,
+        "same_top_token": agreement,
+    }
+
+
+def _divergence(lm: Any, vectors: Any, final: Any) -> tuple[float, float]:
+    """Mean KL to the final distribution, and how often the most likely token is the same."""
+    divergence, same = [], []
+    for start in range(0, len(vectors), CHUNK):
+        part = slice(start, start + CHUNK)
+        p, q = (log_softmax(lm.model.logits(rows[part])) for rows in (final, vectors))
+        divergence.append((np.exp(p) * (p - q)).sum(-1, dtype=np.float64))
+        same.append(p.argmax(-1) == q.argmax(-1))
+    return float(np.concatenate(divergence).mean()), float(np.concatenate(same).mean())
+
+
+def gradients() -> dict[str, Any]:
+    """Attribution patching beside exact patching, at every layer and position."""
+    rows = []
+    with unspool.load(backend="torch") as lm:
+        for clean, corrupted, answer, other in PAIRS:
+            for site in ("resid_post", "attn_out", "mlp_out"):
+                effects, seconds = [], []
+                for is_approximate in (False, True):
+                    started = time.perf_counter()
+                    sweep = lm.patch(
+                        clean,
+                        corrupted,
+                        answer=answer,
+                        other=other,
+                        site=site,
+                        approximate=is_approximate,
+                        progress=False,
+                    )
+                    seconds.append(round(time.perf_counter() - started, 2))
+                    effects.append(sweep.effects.ravel().astype(np.float64))
+                rows.append(
+                    {
+                        "clean": clean,
+                        "site": site,
+                        "correlation": round(float(np.corrcoef(*effects)[0, 1]), 3),
+                        "exact_s": seconds[0],
+                        "approximate_s": seconds[1],
+                        "cells": len(effects[0]),
+                    }
+                )
+                print(rows[-1], flush=True)
+    return {"gradients": rows}
+
+
+# -- figure
+
+_WIDTH, _HEIGHT, _LEFT, _TOP = 560, 240, 60, 40
+_COLOURS = {"logit": "#888888", "tuned": "#4477aa", "jacobian": "#b8860b"}
+
+
+def draw(kl: dict[str, list[float]]) -> str:
+    """Draw the KL by layer, as SVG."""
+    highest = max(max(values) for values in kl.values())
+    parts = [
+        f'<text x="{_LEFT}" y="{_TOP - 14}" font-weight="600">KL to the final distribution, nats, '
+        "by layer</text>",
+        f'<rect x="{_LEFT}" y="{_TOP}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" '
+        'stroke="#888" stroke-opacity="0.5"/>',
+    ]
+    for tick in np.linspace(0, highest, 5):
+        y = _TOP + _HEIGHT * (1 - tick / highest)
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.1f}</text>')
+    for number, (name, values) in enumerate(kl.items()):
+        last, colour = len(values) - 1, _COLOURS[name]
+        points = [
+            f"{_LEFT + _WIDTH * n / last:.1f},{_TOP + _HEIGHT * (1 - value / highest):.1f}"
+            for n, value in enumerate(values)
+        ]
+        parts.append(
+            f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" '
+            'stroke-width="2"/>'
+        )
+        x, y = _LEFT + number * 110, _TOP + _HEIGHT + 46
+        parts.append(f'<rect x="{x}" y="{y - 9}" width="18" height="4" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 24}" y="{y}">{name}</text>')
+    for layer in range(0, last + 1, 5):
+        x = _LEFT + _WIDTH * layer / last
+        parts.append(
+            f'<text x="{x:.1f}" y="{_TOP + _HEIGHT + 18}" text-anchor="middle">{layer}</text>'
+        )
+    width, height = _LEFT + _WIDTH + 20, _TOP + _HEIGHT + 60
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        'font-family="system-ui, sans-serif" font-size="12" fill="#888">'
+        "<title>KL divergence of each layer's prediction from the final one, for three "
+        f"lenses</title>{''.join(parts)}</svg>\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

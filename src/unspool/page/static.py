@@ -1,0 +1,115 @@
+"""`unspool page --static DIR`: the page as a folder for any file host, with the engine in the tab.
+
+DIR/index.html          the page; names the model
+DIR/sw.js               makes it work offline after the first visit
+DIR/page/               the page's files, without the views that need a server
+DIR/model/NAME.gguf     the model, unless the page loads it from an address
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import shutil
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+from unspool.errors import UnspoolError
+from unspool.page.files import FOLDER, PREFIX, TYPES
+
+# Views of the page that are not shown without a server.
+_SERVER_ONLY = (
+    "code/training/", "code/diffusion/", "code/think/", "code/measure/", "code/steer/panel.js",
+    "code/steer/patch.js", "code/model_dialog.js", "style/training.css", "style/diffusion.css",
+    "style/think.css", "style/measure.css",
+)  # fmt: skip
+_WORKER = "tab/service_worker.js"
+_POLICY = (
+    "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self'; worker-src 'self'; "
+    "img-src 'self' data: blob:; connect-src 'self' https: blob:; base-uri 'none'; form-action 'none'"
+)
+
+
+def write_static(folder: Path, model: Path | str) -> int:
+    """Write the page into a folder; return the bytes written without the model.
+
+    Args:
+        folder: Is created; files of an earlier page in it are replaced.
+        model: A GGUF file, which is copied, or the https address of one.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UnspoolError(f"--static must be a folder, got the file {folder}")
+    is_page = not folder.exists() or not any(folder.iterdir()) or (folder / "sw.js").is_file()
+    if not is_page:
+        raise UnspoolError(
+            f"--static must be a new or empty folder, or an earlier page; {folder} has other files"
+        )
+    shutil.rmtree(folder / "page", ignore_errors=True)
+    files = {name: path.read_bytes() for name, path in _page_files().items()}
+    service_worker = files.pop(_WORKER).decode()
+    files = {f"page/{name}": content for name, content in files.items()}
+    files["index.html"] = _index(_model_address(model)).encode()
+    files["sw.js"] = _with_file_list(service_worker, files).encode()
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    if isinstance(model, Path):
+        _copy_model(model, folder / "model" / model.name)
+    return sum(map(len, files.values()))
+
+
+def _page_files() -> dict[str, Path]:
+    names = {
+        path.relative_to(FOLDER).as_posix(): path
+        for path in sorted(FOLDER.rglob("*"))
+        if path.suffix in TYPES and path.name != "index.html"
+    }
+    return {name: path for name, path in names.items() if not name.startswith(_SERVER_ONLY)}
+
+
+def _model_address(model: Path | str) -> str:
+    if isinstance(model, Path):
+        if model.suffix.lower() != ".gguf":
+            raise UnspoolError(f"the page in a tab needs a GGUF file, got {model}")
+        return f"model/{quote(model.name)}"
+    parts = urlsplit(model)
+    if parts.scheme != "https" or not parts.netloc or not parts.path.lower().endswith(".gguf"):
+        raise UnspoolError(f"--model-url must be the https address of a GGUF file, got {model}")
+    return model
+
+
+def _index(model: str) -> str:
+    """The page's document with relative addresses, its policy and its model."""
+    page = (FOLDER / "index.html").read_text(encoding="utf-8")
+    for name in _SERVER_ONLY:
+        page = page.replace(f'<link rel="stylesheet" href="{PREFIX}{name}">\n', "")
+    tags = (
+        f'<meta http-equiv="content-security-policy" content="{html.escape(_POLICY)}">\n'
+        f'<meta name="referrer" content="no-referrer">\n'
+        f'<meta name="unspool-model" content="{html.escape(model)}">\n'
+    )
+    page = page.replace('<meta name="viewport"', f'{tags}<meta name="viewport"', 1)
+    page = page.replace('Without it, use <a href="/docs">the HTTP API</a>.', "")
+    return page.replace(f'"{PREFIX}', f'"{PREFIX[1:]}')
+
+
+def _with_file_list(service_worker: str, files: dict[str, bytes]) -> str:
+    """The service worker with the files that it keeps; another version replaces all of them."""
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    version, names = (
+        digest.hexdigest()[:16],
+        ["./", *(name for name in sorted(files) if name != "index.html")],
+    )
+    head = f"const VERSION = {json.dumps(version)};\nconst FILES = {json.dumps(names)};\n"
+    return head + service_worker
+
+
+def _copy_model(source: Path, target: Path) -> None:
+    if target.is_file() and target.stat().st_size == source.stat().st_size:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
