@@ -126,7 +126,8 @@ def test_chat_prompts_are_those_of_the_template(small_default: Path, small_lm: A
 @needs_node
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_same_seed_gives_the_same_texts(small_default: Path, small_lm: Any, variant: str):
-    texts = [small_lm.tokenizer.encode(f"Text number {number}:") for number in range(17)]
+    num_texts = 17 if variant == "relaxed" else 4  # floats are slow without a multiply-add
+    texts = [small_lm.tokenizer.encode(f"Text number {number}:") for number in range(num_texts)]
     every_settings = [
         {"seed": 7},
         {"seed": -1, "temperature": 1.3, "top_k": 0, "repetition_penalty": 1.2, "min_p": 0.0},
