@@ -49,20 +49,22 @@ _INT8 = 127
 class AffineLens:
     """An affine map for the residual stream before each layer of one model."""
 
-    kind: LensKind
+    kind: LensKind  # tuned or jacobian
     up: Floats  # [layers, width, rank]
     down: Floats  # [layers, rank, width]; A = up @ down
     bias: Floats  # [layers, width]
     fingerprint: str = ""  # of the weights that it was fitted to
     num_tokens: int = 0  # of the texts that it was fitted to
-    name: str = ""
+    name: str = ""  # of its file
 
     @property
     def width(self) -> int:
+        """Width of the residual stream."""
         return int(self.bias.shape[1])
 
     @property
     def rank(self) -> int:
+        """Rank of the map of each layer."""
         return int(self.up.shape[2])
 
     def __repr__(self) -> str:

@@ -53,19 +53,19 @@ _BATCH_TOKENS = 512  # of all points of the path that are computed together
 class TokenValue:
     """Share of a token of the text in a logit."""
 
-    position: int
-    token: int
-    text: str
-    value: float
+    position: int  # in the text
+    token: int  # its id
+    text: str  # of the token
+    value: float  # its share
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenAttribution:
     """A token's logit, attributed to the tokens of the text before it."""
 
-    method: Method
+    method: Method  # integrated or gradient_x_input
     position: int  # of the input token whose prediction it is
-    token: int
+    token: int  # its id
     text: str  # of that token
     against: int | None  # the token whose logit is subtracted
     logit: float  # of the token; with `against`, the difference
