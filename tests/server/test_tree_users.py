@@ -72,7 +72,7 @@ def tree_of(server: Running, key: str) -> Tree:
 BODIES = {  # what a verb needs besides the id
     "rewind": {"to": 0}, "choose": {"text": "x"}, "append": {"text": "x"},
     "fill": {"first": 0, "last": 1}, "replace": {"changes": [{"first": 0, "last": 1, "text": "x"}]},
-    "edit": {"first": 9, "last": 10, "text": "x"},
+    "edit": {"first": 9, "last": 10, "text": "x"}, "steer": {"changes": []},
 }  # fmt: skip
 
 
@@ -265,7 +265,9 @@ def test_a_text_that_has_finished_is_not_interrupted_by_a_stop(small: Any) -> No
 
         class Endless:
             def __init__(self) -> None:
+                self.drafts = [branch.generation]
                 self.texts = {0: SimpleNamespace(stream=stream, ended=False, reused=0)}
+                self.drafts = [branch.generation]
 
             def watch_progress(self, report: Any) -> None: ...
 
@@ -279,8 +281,8 @@ def test_a_text_that_has_finished_is_not_interrupted_by_a_stop(small: Any) -> No
 
             def close(self) -> None: ...
 
-        texts: Any = Endless()
         branch = branch_of(small, step())
+        texts: Any = Endless()
         async with BranchWriting(texts, [branch], None, Branches(10)) as writing:
             await delivered.wait()
             while len(branch.steps) <= len(steps):

@@ -280,7 +280,8 @@ class Branch {
   }
 
   /** What the model computed at a token: attention [layers][heads][index + 1], the residual stream
-   * [layers + 1][width], the same between attention and feed-forward [layers][width], and with `lens` the most likely tokens that the head reads from each layer. */
+   * [layers + 1][width], the same between attention and feed-forward [layers][width], and with `lens` the most
+   * likely tokens that the head reads from each layer. */
   look(index, { lens = 0 } = {}) {
     const { engine } = this;
     if (!Number.isInteger(index) || index < 0 || index >= this.length) {
