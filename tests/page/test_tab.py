@@ -217,9 +217,9 @@ def test_the_folder_has_what_the_page_needs_and_no_more(tmp_path: Path) -> None:
         write_static(site, "http://example.org/model.bin")
 
 
-def _views(more: str) -> list[str]:
+def _views(ending: str) -> list[str]:
     views = (FOLDER / "code" / "views.js").read_text("utf-8")
-    return re.findall(r'file: "\./([^"]+)"' + more, views)
+    return re.findall(r'file: "\./([^"]+)"' + ending, views)
 
 
 def test_the_tab_answers_as_the_server(tab: Page, small_server: Any) -> None:
