@@ -2,6 +2,7 @@
 
     python bench/page.py                        # the default model
     python bench/page.py --model qwen3-0.6b --tokens 2000
+    python bench/page.py --tab                  # without a server, the model in the browser tab
 
 Prints: seconds and kilobytes until Write is enabled in a new window with an empty cache (the first
 visit is also the first request to the server), with the parts of that time. And while `--tokens`
@@ -16,6 +17,7 @@ import argparse
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from typing import Any
@@ -107,7 +109,8 @@ def warm_up(browser: Browser) -> None:
 def measure_frames(page: Page, num_tokens: int) -> tuple[int, list[float], list[float]]:
     """Write a text at full speed: tokens, milliseconds between frames, and long tasks."""
     settings = f"{{ seed: 1, max_tokens: {num_tokens}, end: false }}"
-    page.evaluate(f"import('/page/code/actions.js').then((m) => m.updateSettings({settings}))")
+    actions = "import(new URL('page/code/actions.js', document.baseURI))"
+    page.evaluate(f"{actions}.then((m) => m.updateSettings({settings}))")
     page.evaluate(_OBSERVE)
     page.locator("#prompt").fill("Tell me a long story about the sea.")
     page.locator("#prompt").press("Enter")
@@ -138,21 +141,18 @@ def main() -> None:
     parser.add_argument("--model", default="default")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--port", type=int, default=8642)
+    parser.add_argument("--tab", action="store_true", help="the page of `unspool page --static`")
     given = parser.parse_args()
     url = f"http://127.0.0.1:{given.port}/"
-    command = [
-        sys.executable,
-        "-m",
-        "unspool",
-        "serve",
-        "-m",
-        given.model,
-        "--port",
-        str(given.port),
-    ]
+    unspool = [sys.executable, "-m", "unspool"]
+    command = [*unspool, "serve", "-m", given.model, "--port", str(given.port)]
+    if given.tab:
+        folder = tempfile.mkdtemp()
+        subprocess.run([*unspool, "page", "--static", folder, "-m", given.model], check=True)
+        command = [sys.executable, "-m", "http.server", "-d", folder, str(given.port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_for(url)
+        wait_for(url if given.tab else f"{url}v1/models")
         with sync_playwright() as playwright:
             path = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
             arguments = ["--no-sandbox", "--disable-gpu"]
@@ -186,7 +186,7 @@ def wait_for(url: str) -> None:
     end = time.monotonic() + 300
     while True:
         try:
-            urllib.request.urlopen(f"{url}v1/models").close()
+            urllib.request.urlopen(url).close()
             return
         except OSError:
             if time.monotonic() > end:

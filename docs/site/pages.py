@@ -43,7 +43,7 @@ ORDER: dict[str, dict[str, list[str]]] = {
         ],
         "Inspect and change": [
             "get-logprobs", "hidden-states", "steer", "rewind-and-fork", "save-and-replay",
-            "keep-your-texts", "tokenize-text", "measure-costs", "use-the-page",
+            "keep-your-texts", "tokenize-text", "measure-costs", "use-the-page", "run-in-a-browser-tab",
             "use-in-a-notebook",
         ],
         "Serve": [

@@ -92,6 +92,16 @@ SEND = """async ([method, path, body]) => {
 }"""
 
 
+FEW_TOKENS = """import(new URL("page/code/state.js", document.baseURI)).then(({ state }) => {
+    state.settings.max_tokens = 9;
+})"""
+
+
+def write_little(page: Page, words: str) -> None:
+    page.evaluate(FEW_TOKENS)
+    start_writing(page, words)
+
+
 def ask_tab(page: Page) -> Ask:
     def ask(method: str, path: str, body: Json | None) -> Any:
         return page.evaluate(SEND, [method, path, body])
@@ -217,9 +227,9 @@ def test_the_folder_has_what_the_page_needs_and_no_more(tmp_path: Path) -> None:
         write_static(site, "http://example.org/model.bin")
 
 
-def _views(suffix: str) -> list[str]:
+def _views(ending: str) -> list[str]:
     views = (FOLDER / "code" / "views.js").read_text("utf-8")
-    return re.findall(r'file: "\./([^"]+)"' + suffix, views)
+    return re.findall(r'file: "\./([^"]+)"' + ending, views)
 
 
 def test_the_tab_answers_as_the_server(tab: Page, small_server: Any) -> None:
@@ -228,6 +238,7 @@ def test_the_tab_answers_as_the_server(tab: Page, small_server: Any) -> None:
         assert_same(answers[name], answer, name)
 
 
+@pytest.mark.slow
 def test_fifty_texts_are_those_of_the_command_line(
     chromium: Any, default_model: Path, real_lm: Any, tmp_path: Path
 ) -> None:
@@ -272,7 +283,7 @@ def test_write_choose_and_reload_without_a_network(chromium: Any, host: Host) ->
     try:
         page.goto(other.url)
         expect(page.locator("#write")).to_be_enabled()
-        start_writing(page, "Name three planets.")
+        write_little(page, "Name three planets.")
         finished(page)
         written = tokens(page).all_inner_texts()
         tokens(page).nth(3).click()
@@ -292,12 +303,7 @@ def test_write_choose_and_reload_without_a_network(chromium: Any, host: Host) ->
 
 
 def test_a_link_opens_the_text(tab: Page, host: Host) -> None:
-    tab.evaluate(
-        """import(new URL("page/code/state.js", document.baseURI)).then(({ state }) => {
-            state.settings.max_tokens = 9;
-        })"""
-    )
-    start_writing(tab, "Once upon a time")
+    write_little(tab, "Once upon a time")
     finished(tab)
     tokens(tab).nth(4).click()
     tab.locator("#side-panel .candidate:not(.picked)").first.click()
@@ -331,7 +337,7 @@ def test_a_model_file_can_be_dropped(tab: Page, small_default: Path) -> None:
     chooser.value.set_files(small_default)
     tab.keyboard.press("Escape")
     expect(tab.locator("#write")).to_be_enabled()
-    start_writing(tab, "Once")
+    write_little(tab, "Once")
     finished(tab)
 
 
@@ -350,14 +356,13 @@ def test_what_cannot_run_is_said(tab: Page, tmp_path: Path) -> None:
 
 def test_looks(tab: Page) -> None:
     """The views that differ from those with a server, in every size and theme."""
-    start_writing(tab, "Once upon a time")
+    write_little(tab, "Once upon a time")
     finished(tab)
     tokens(tab).nth(4).click()
     open_panel(tab, "Inside")
     tab.locator("#inside-fold").click()
     expect(tab.locator(".inside-way")).to_be_visible()
     expect(tab.locator(".inside-lens")).to_be_visible()
-    check_looks(tab, "tab-inside")
     open_panel(tab, "Settings")
     expect(tab.get_by_role("switch", name="KV cache")).to_be_visible()
     expect(tab.get_by_role("tab", name="Context")).to_have_count(0)
