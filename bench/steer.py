@@ -3,6 +3,8 @@
     python bench/steer.py model.gguf --rows 1 16 64
 
 Plain and steered steps alternate on the same model, so that other load on the machine meets both.
+With `--cpu-time` one thread is used and the processor's time is measured, which other load changes
+less.
 Steered rows add one vector to the residual stream after every layer; with `--mixed`, each row has
 other interventions, at several sites.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,14 +36,16 @@ def interventions_of(lm: Any, row: int, *, mixed: bool) -> tuple[Any, ...]:
     )
 
 
-def step_ms(lm: Any, branches: list[Any]) -> float:
+def step_ms(lm: Any, branches: list[Any], clock: Callable[[], float]) -> float:
     """Milliseconds of a step that computes one more token of each branch."""
-    start = time.perf_counter()
+    start = clock()
     lm.engine.extend_all([(branch, [100]) for branch in branches])
-    return (time.perf_counter() - start) * 1000
+    return (clock() - start) * 1000
 
 
-def measure(lm: Any, rows: int, turns: int, *, steered: bool, mixed: bool) -> tuple[float, float]:
+def measure(
+    lm: Any, rows: int, turns: int, clock: Callable[[], float], *, steered: bool, mixed: bool
+) -> tuple[float, float]:
     """Median milliseconds of a plain and of a steered step of as many rows."""
     prompt = list(range(50, 82))
     groups: list[list[Any]] = [[], []]
@@ -54,7 +59,7 @@ def measure(lm: Any, rows: int, turns: int, *, steered: bool, mixed: bool) -> tu
     times: list[list[float]] = [[], []]
     for turn in range(turns + 3):
         for number in (0, 1) if steered else (0,):
-            ms = step_ms(lm, groups[number])
+            ms = step_ms(lm, groups[number], clock)
             if turn >= 3:
                 times[number].append(ms)
     for branch in [*groups[0], *groups[1]]:
@@ -70,11 +75,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--plain", action="store_true", help="only plain steps")
     parser.add_argument("--mixed", action="store_true", help="other interventions in each row")
+    parser.add_argument("--cpu-time", action="store_true", help="of one thread; not seconds")
     options = parser.parse_args()
-    lm = unspool.load(options.model, threads=options.threads)
+    lm = unspool.load(options.model, threads=1 if options.cpu_time else options.threads)
+    clock = time.process_time if options.cpu_time else time.perf_counter
     for rows in options.rows:
         plain, steered = measure(
-            lm, rows, options.turns, steered=not options.plain, mixed=options.mixed
+            lm, rows, options.turns, clock, steered=not options.plain, mixed=options.mixed
         )
         text = f"{rows:>3} rows: plain {plain:8.3f} ms"
         if not options.plain:

@@ -59,7 +59,7 @@ def test_no_file_outside_the_folder_and_none_that_is_damaged(small_entry: Any, t
     folder.mkdir()
     (tmp_path / "secret").write_text("x")
     (folder / "link").symlink_to(tmp_path / "secret")
-    (folder / "torn").write_bytes(b"unspool kv 1\n" + b"\0" * 40)
+    (folder / "torn").write_bytes(b"unspool kv 3\n" + b"\0" * 40)
     with running([small_entry], slots=folder) as server:
         server.http.post("/completion", json={**BODY, "id_slot": 0})
         for action in ("save", "restore"):
@@ -75,6 +75,22 @@ def test_no_file_outside_the_folder_and_none_that_is_damaged(small_entry: Any, t
         assert sorted(path.name for path in folder.iterdir()) == ["link", "torn"]
     with running([small_entry]) as server:
         assert server.http.post("/slots/0?action=save", json={"filename": "a"}).status_code == 501
+
+
+def test_each_key_has_slots_of_its_own(small_entry: Any, tmp_path: Path):
+    with running([small_entry], slots=tmp_path, api_keys=("key-of-alice", "key-of-bob")) as server:
+
+        def ask(key: str, path: str, body: Any) -> Any:
+            return server.http.post(path, json=body, headers={"x-api-key": key})
+
+        assert ask("key-of-alice", "/completion", {**BODY, "id_slot": 0}).status_code == 200
+        name = {"filename": "a.bin"}
+        assert ask("key-of-bob", "/slots/0?action=save", name).status_code == 400  # it has no text
+        assert ask("key-of-alice", "/slots/0?action=save", name).status_code == 200
+        assert ask("key-of-bob", "/slots/0?action=restore", name).status_code == 400
+        assert ask("key-of-bob", "/slots/0?action=erase", {}).json()["n_erased"] == 0
+        assert ask("key-of-alice", "/slots/0?action=erase", {}).json()["n_erased"] > 0
+        assert ask("key-of-alice", "/slots/0?action=restore", name).status_code == 200
 
 
 @pytest.fixture(scope="module")

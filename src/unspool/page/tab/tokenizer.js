@@ -89,9 +89,24 @@ export class Tokenizer {
   }
 
   encodePlain(text) {
+    return this.splitWords(text).flatMap((word) => this.encodeWord(word));
+  }
+
+  splitWords(text) {
     let words = text ? [text] : [];
     for (const pattern of this.splits) words = words.flatMap((word) => splitBy(word, pattern));
-    return words.flatMap((word) => this.encodeWord(word));
+    return words;
+  }
+
+  /** The merges that turn a text into tokens, word by word: `{start, merges: [{rank, position, pieces}], ids}`. */
+  mergeSteps(text) {
+    const readable = (pieces) => pieces.map((piece) => new TextDecoder().decode(Uint8Array.from([...piece], (character) => BYTES.get(character))));
+    return this.splitWords(text).map((word) => {
+      const start = [...encoder.encode(word)].map((byte) => CHARACTERS[byte]);
+      const merges = [];
+      this.merge(start, (rank, position, pieces) => merges.push({ rank, position, pieces: readable(pieces) }));
+      return { start: readable(start), merges, ids: this.encodeWord(word) };
+    });
   }
 
   encodeWord(word) {
@@ -104,8 +119,8 @@ export class Tokenizer {
     return ids;
   }
 
-  /** Merge the pair of neighbours with the best rank, leftmost first, while there is one. */
-  merge(pieces) {
+  /** Merge the pair of neighbours with the best rank, leftmost first, while there is one; `report` gets each merge. */
+  merge(pieces, report = () => {}) {
     const word = pieces.join("");
     if (this.usesWholeWords && this.isText(word)) return [word];
     const parts = pieces.filter((piece) => this.isText(piece));
@@ -118,10 +133,12 @@ export class Tokenizer {
       let best = 0;
       for (let n = 1; n < ranks.length; n++) if (ranks[n] < ranks[best]) best = n;
       if (ranks[best] === Infinity) break;
+      const rank = ranks[best];
       parts.splice(best, 2, parts[best] + parts[best + 1]);
       ranks.splice(best, 1);
       if (best < ranks.length) ranks[best] = rankAt(best);
       if (best > 0) ranks[best - 1] = rankAt(best - 1);
+      report(rank, best, parts);
     }
     return parts;
   }

@@ -478,24 +478,24 @@ async def change_slot(
     body: Annotated[SlotRequest, Body(default_factory=lambda: SlotRequest.model_validate({}))],
 ) -> Response:
     """Needs `--slot-save-path`. After `restore`, the text continues without prefill, also after a
-    restart of the server."""
-    state = state_of(request)
+    restart of the server. With API keys, slots and files are separate for each key."""
+    state, user = state_of(request), request.state.user
     state.slots.check(slot)
     if action == "erase":
-        return JsonReply({"id_slot": slot, "n_erased": state.slots.erase(slot)})
+        return JsonReply({"id_slot": slot, "n_erased": state.slots.erase(user, slot)})
     if body.filename is None:
         raise bad_request("filename is missing; it is required", "filename")
-    path = state.slots.file(body.filename)
+    path = state.slots.file(user, body.filename)
     call = await state.enter(request, body.model)
     reply: dict[str, Any] = {"id_slot": slot, "filename": body.filename}
     if action == "save":
-        tokens = state.slots.text(slot, call.served.name)
+        tokens = state.slots.text(user, slot, call.served.name)
         if not tokens:
             raise bad_request(f"slot {slot} has no text yet", "id_slot")
         reply |= await call.compute(save_text, call.served.lm, tokens, path)
     else:
         tokens, restored = await call.compute(restore_text, call.served.lm, path)
-        state.slots.record(call.served.name, tokens, slot)
+        state.slots.record(user, call.served.name, tokens, slot)
         reply |= restored
     return JsonReply(reply)
 

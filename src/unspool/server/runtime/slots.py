@@ -2,7 +2,8 @@
 
 Unspool has no slots: all texts share one prefix cache. Here a slot is the last text of the requests
 that named it with `id_slot`. A request that names none gets the slot whose text starts most like
-its own, else the one that was not used for the longest time, as in llama.cpp.
+its own, else the one that was not used for the longest time, as in llama.cpp. On a server with API
+keys, slots are separate for each key, and so are folders of files.
 """
 
 from __future__ import annotations
@@ -35,34 +36,38 @@ class Slots:
 
     def __init__(self, folder: Path | None, count: int) -> None:
         self._folder, self._count = folder, count
-        self._texts: dict[int, tuple[str, list[int]]] = {}  # (model, tokens), last used last
+        # By user and slot: (model, tokens), last used last.
+        self._texts: dict[str, dict[int, tuple[str, list[int]]]] = {}
 
-    def record(self, model: str, tokens: list[int], slot: int | None) -> None:
+    def record(self, user: str, model: str, tokens: list[int], slot: int | None) -> None:
         """Note the text that a request has left."""
         if self._folder is None:
             return
+        texts = self._texts.setdefault(user, {})
         if slot is None or not 0 <= slot < self._count:
-            slot = self._choose(model, tokens)
-        self._texts.pop(slot, None)
-        self._texts[slot] = (model, tokens)
+            slot = self._choose(texts, model, tokens)
+        texts.pop(slot, None)
+        texts[slot] = (model, tokens)
 
-    def _choose(self, model: str, tokens: Sequence[int]) -> int:
+    def _choose(
+        self, texts: dict[int, tuple[str, list[int]]], model: str, tokens: Sequence[int]
+    ) -> int:
         best, most = None, _SIMILAR * len(tokens)
-        for slot, (name, text) in self._texts.items():
+        for slot, (name, text) in texts.items():
             if name == model and (common := num_common(text, list(tokens))) > most:
                 best, most = slot, common
         if best is not None:
             return best
-        unused = next((slot for slot in range(self._count) if slot not in self._texts), None)
-        return next(iter(self._texts)) if unused is None else unused
+        unused = next((slot for slot in range(self._count) if slot not in texts), None)
+        return next(iter(texts)) if unused is None else unused
 
-    def text(self, slot: int, model: str) -> list[int]:
+    def text(self, user: str, slot: int, model: str) -> list[int]:
         """The tokens of a slot; none if it was last used with another model."""
-        name, tokens = self._texts.get(slot, (model, []))
+        name, tokens = self._texts.get(user, {}).get(slot, (model, []))
         return tokens if name == model else []
 
-    def erase(self, slot: int) -> int:
-        return len(self._texts.pop(slot, ("", []))[1])
+    def erase(self, user: str, slot: int) -> int:
+        return len(self._texts.get(user, {}).pop(slot, ("", []))[1])
 
     def check(self, slot: int) -> None:
         if self._folder is None:
@@ -74,10 +79,10 @@ class Slots:
         if not 0 <= slot < self._count:
             raise bad_request(f"the slot must be 0 to {self._count - 1}, got {slot}", "id_slot")
 
-    def file(self, name: str) -> Path:
-        """The path of a file in the folder. Raises 400 for a name that is not a plain one."""
+    def file(self, user: str, name: str) -> Path:
+        """The path of a user's file. Raises 400 for a name that is not a plain one."""
         assert self._folder is not None
-        path = self._folder / name
+        path = self._folder / user / name
         if not _NAME.fullmatch(name) or name.startswith(".") or path.is_symlink():
             raise bad_request(
                 f"filename must be the name of a file in the folder of slots, got {name[:80]!r}",
@@ -91,6 +96,7 @@ def save_text(lm: Session, tokens: Sequence[int], path: Path) -> dict[str, Any]:
     began = perf_counter()
     stored = _computed_text(lm, tokens)
     try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         identity = lm.engine.page_identity(lm.engine.adapters.number(lm.adapter))
         stored.write(path, identity, is_durable=True)
         size = path.stat().st_size

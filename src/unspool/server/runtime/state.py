@@ -394,9 +394,10 @@ class Call:
     def _end(self, texts: RequestTexts) -> None:
         texts.close()
         texts.account()
+        user = self.request.state.user
         for text in texts.all[:1] if self.settings.slots is not None else ():
             tokens = [*text.generation.prompt, *text.generation.tokens]
-            self.state.slots.record(self.served.name, tokens, self._slot)
+            self.state.slots.record(user, self.served.name, tokens, self._slot)
         log = self.request.state.log
         usage = texts.usage()
         log["prompt_tokens"] = usage["prompt_tokens"]
