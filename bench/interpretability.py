@@ -34,6 +34,7 @@ CAPITALS = {
     "Russia": " Moscow", "Germany": " Berlin", "China": " Beijing", "Greece": " Athens",
 }  # fmt: skip
 SITES = ("resid_post", "attn_out", "mlp_out")
+PARTS = ("induction", *SITES)
 NUM_PAIRS = 6
 
 LENGTH, NUM_TEXTS = 40, 4  # random tokens, which are repeated once
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=["default"], metavar="MODEL")
     parser.add_argument("--out", type=Path, default=DATA)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--only", choices=PARTS, nargs="*", default=PARTS, help="parts to measure")
     arguments = parser.parse_args()
     if arguments.action == "figure":
         draw(json.loads(arguments.out.read_text(encoding="utf-8")))
@@ -59,62 +61,55 @@ def main() -> None:
     for name in arguments.models:
         model = None if name == "default" else name
         with unspool.load(model, memory=256 << 20, threads=arguments.threads) as lm:
-            label = Path(lm.path).name
+            label = Path(str(lm.path)).name
             print(label, flush=True)
-            results.setdefault("models", {})[label] = {
-                "layers": lm.config.layers,
-                "heads": lm.config.heads,
-                "trace": trace(lm),
-                "induction": induction(lm),
-            }
+            shape = {"layers": lm.config.layers, "heads": lm.config.heads}
+            result = results.setdefault("models", {}).setdefault(label, shape)
+            if "induction" in arguments.only:
+                result["induction"] = induction(lm)
+            for site in SITES:
+                if site in arguments.only:
+                    result.setdefault("trace", {})[site] = trace(lm, site)
         arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 # -- a factual recall trace
 
 
-def trace(lm: Any) -> dict[str, Any]:
-    """The mean share of the answer that is restored, for each site, layer and position."""
+def trace(lm: Any, site: str) -> dict[str, Any]:
+    """The mean share of the answer that is restored, for each layer and position of a site."""
     single = [
         (country, capital)
         for country, capital in CAPITALS.items()
         if len(lm.tokenizer.encode(capital)) == len(lm.tokenizer.encode(f" {country}")) == 1
     ]
     prompts = {country: TEMPLATE.format(country) for country, _ in single}
-    known = [
+    recalled = [
         (country, capital)
         for country, capital in single
         if lm.generate(prompts[country], max_tokens=1, temperature=0).text == capital
     ]
-    pairs = list(zip(known, known[1:] + known[:1], strict=True))[:NUM_PAIRS]
-    print(f"knows {len(known)} of {len(single)}: {[country for country, _ in known]}", flush=True)
-    shares: dict[str, Any] = {}
+    pairs = list(zip(recalled, recalled[1:] + recalled[:1], strict=True))[:NUM_PAIRS]
     started = time.perf_counter()
-    for site in SITES:
-        tables = []
-        for (country, capital), (other_country, other) in pairs:
-            sweep = lm.patch(
-                prompts[country],
-                prompts[other_country],
-                answer=capital,
-                other=other,
-                site=site,
-                progress=False,
-            )
-            tables.append(sweep.restored)
-        shares[site] = np.round(np.mean(tables, axis=0), 4).tolist()
-        labels = [list(names) for names in sweep.labels]
-        print(f"{site}: {time.perf_counter() - started:.0f} s", flush=True)
+    tables = []
+    for (country, capital), (other_country, other) in pairs:
+        sweep = lm.patch(
+            prompts[country],
+            prompts[other_country],
+            answer=capital,
+            other=other,
+            site=site,
+            progress=False,
+        )
+        tables.append(sweep.restored)
+    seconds = time.perf_counter() - started
+    print(f"{site}: {len(recalled)} of {len(single)} recalled, {seconds:.0f} s", flush=True)
     return {
-        "template": TEMPLATE,
-        "known": [country for country, _ in known],
+        "recalled": [country for country, _ in recalled],
         "asked": len(single),
         "pairs": len(pairs),
-        "layers": labels[0],
-        "positions": labels[1],
-        "restored": shares,
-        "runs": len(SITES) * len(pairs) * len(labels[0]) * len(labels[1]),
-        "seconds": round(time.perf_counter() - started, 1),
+        "positions": list(sweep.labels[1]),
+        "restored": np.round(np.mean(tables, axis=0), 4).tolist(),
     }
 
 
@@ -210,9 +205,12 @@ def draw(results: dict[str, Any]) -> None:
     titles = {"resid_post": "residual stream", "attn_out": "attention", "mlp_out": "MLP"}
     for row, (name, result) in zip(rows, models.items(), strict=True):
         for axis, site in zip(row, SITES, strict=False):
-            table = np.array(result["trace"]["restored"][site])
+            table = np.array(result["trace"][site]["restored"])
             image = axis.imshow(table, origin="lower", aspect="auto", cmap="RdBu", vmin=-1, vmax=1)
-            labels = [label.split(" ", 1)[-1] for label in result["trace"]["positions"]]
+            labels = [
+                label.split(" ", 1)[-1].strip("'") for label in result["trace"][site]["positions"]
+            ]
+            labels = ["(country)" if label.strip() in CAPITALS else label for label in labels]
             axis.set_xticks(range(len(labels)), labels, rotation=60, ha="right", fontsize=7)
             axis.set_title(f"{name.split('.')[0]}: {titles[site]}", fontsize=8)
             axis.set_ylabel("layer")

@@ -25,21 +25,19 @@ import unspool
 from lib.arguments import make_parser
 from unspool.lens.activation_cache import activation_caches
 from unspool.lens.activation_files import read_corpus
+from unspool.lens.affine_lens import KINDS
 from unspool.sampling import log_softmax
 
 LENSES = Path(unspool.__file__).parent / "lens" / "lenses"
 DOCS = Path(__file__).parent.parent / "docs"
 DATA, IMAGE = DOCS / "research" / "data" / "lenses-135m.json", DOCS / "images" / "lenses.svg"
-EVERY = 5  # every fifth position is measured
-CHUNK = 256  # positions whose logits are in memory together
+EVERY = 12  # every twelfth position is measured
+CHUNK = 64  # positions whose logits are in memory together
 
 PAIRS = (
     ("The capital of Italy is", "The capital of France is", " Rome", " Paris"),
-    ("The opposite of hot is", "The opposite of up is", " cold", " down"),
     ("The colour of the sky is", "The colour of the grass is", " blue", " green"),
-    ("John and Mary went out. John gave it to", "John and Mary went out. Mary gave it to",
-     " Mary", " John"),
-)  # fmt: skip
+)
 
 
 def main() -> None:
@@ -49,6 +47,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the results to this file")
     parser.add_argument("--most", type=int, default=200, help="texts of each file")
     parser.add_argument("--jacobian", type=int, default=50, help="of these, for the Jacobian lens")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="lenses to fit")
     parser.add_argument("--rank", type=int, default=64, help="of the lenses")
     options = parser.parse_args()
     if options.what == "figure":
@@ -57,7 +56,7 @@ def main() -> None:
         return
     texts = [list(islice(read_corpus(path), options.most)) for path in options.texts]
     results = {
-        "fit": lambda: fit(texts, options.jacobian, options.rank),
+        "fit": lambda: fit(texts, options.kinds, options.jacobian, options.rank),
         "compare": lambda: compare([text for file in texts for text in file]),
         "gradients": gradients,
     }[options.what]()
@@ -73,11 +72,11 @@ def main() -> None:
         options.out.write_text(text + "\n", encoding="utf-8")
 
 
-def fit(texts: list[list[Any]], num_jacobian: int, rank: int) -> dict[str, Any]:
-    """Fit both lenses; the Jacobian lens to the first texts of each file."""
+def fit(texts: list[list[Any]], kinds: list[Any], num_jacobian: int, rank: int) -> dict[str, Any]:
+    """Fit lenses; the Jacobian lens to the first texts of each file."""
     LENSES.mkdir(exist_ok=True)
     written = {}
-    for kind in ("tuned", "jacobian"):
+    for kind in kinds:
         is_jacobian = kind == "jacobian"
         most = num_jacobian if is_jacobian else None
         with unspool.load(backend="torch" if is_jacobian else "auto") as lm:
@@ -108,31 +107,30 @@ def compare(texts: list[Any]) -> dict[str, Any]:
             ],
             1,
         )
-        kl: dict[str, list[float]] = {}
-        agreement: dict[str, list[float]] = {}
-        for name in ("logit", *lm.lenses):
-            lens = lm.find_lens(name)
-            vectors = residuals if lens is None else lens.translate(residuals)
-            measured = np.array([_divergence(lm, rows, residuals[-1]) for rows in vectors])
-            kl[name], agreement[name] = measured.round(4).T.tolist()
-            print(name, kl[name], flush=True)
+        lenses = {name: lm.find_lens(name) for name in ("logit", *lm.lenses)}
+        sums = {name: np.zeros((last + 2, 2)) for name in lenses}
+        for start in range(0, residuals.shape[1], CHUNK):
+            rows = residuals[:, start : start + CHUNK]
+            final = log_softmax(lm.model.logits(rows[-1]))
+            for name, lens in lenses.items():
+                vectors = rows if lens is None else lens.translate(rows)
+                for layer, row in enumerate(vectors):
+                    sums[name][layer] += _divergence(lm, row, final)
+            print(f"{start + rows.shape[1]} of {residuals.shape[1]} positions", flush=True)
+    measured = {name: (total / residuals.shape[1]).round(4).T for name, total in sums.items()}
     return {
         "positions": residuals.shape[1],
         "texts": len(texts),
-        "kl": kl,
-        "same_top_token": agreement,
+        "kl": {name: columns[0].tolist() for name, columns in measured.items()},
+        "same_top_token": {name: columns[1].tolist() for name, columns in measured.items()},
     }
 
 
-def _divergence(lm: Any, vectors: Any, final: Any) -> tuple[float, float]:
-    """Mean KL to the final distribution, and how often the most likely token is the same."""
-    divergence, same = [], []
-    for start in range(0, len(vectors), CHUNK):
-        part = slice(start, start + CHUNK)
-        p, q = (log_softmax(lm.model.logits(rows[part])) for rows in (final, vectors))
-        divergence.append((np.exp(p) * (p - q)).sum(-1, dtype=np.float64))
-        same.append(p.argmax(-1) == q.argmax(-1))
-    return float(np.concatenate(divergence).mean()), float(np.concatenate(same).mean())
+def _divergence(lm: Any, vectors: Any, final: Any) -> tuple[float, int]:
+    """Sum of the KL to the final distribution, and how often the most likely token is the same."""
+    logprobs = log_softmax(lm.model.logits(vectors))
+    divergence = (np.exp(final) * (final - logprobs)).sum(dtype=np.float64)
+    return float(divergence), int((final.argmax(-1) == logprobs.argmax(-1)).sum())
 
 
 def gradients() -> dict[str, Any]:
@@ -140,7 +138,7 @@ def gradients() -> dict[str, Any]:
     rows = []
     with unspool.load(backend="torch") as lm:
         for clean, corrupted, answer, other in PAIRS:
-            for site in ("resid_post", "attn_out", "mlp_out"):
+            for site in ("resid_post", "mlp_out"):
                 effects, seconds = [], []
                 for is_approximate in (False, True):
                     started = time.perf_counter()

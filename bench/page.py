@@ -6,6 +6,8 @@
 Prints: seconds and kilobytes until Write is enabled in a new window with an empty cache (the first
 visit is also the first request to the server), with the parts of that time. And while `--tokens`
 tokens are written at full speed: the 95th percentile of the time between frames, and long tasks.
+Then a letter is typed in the middle: until it is shown, until the tokens after it are scored, and
+until all are.
 """
 
 from __future__ import annotations
@@ -41,6 +43,31 @@ _PARTS = """() => {
     const paint = performance.getEntriesByName("first-contentful-paint")[0]?.startTime ?? 0;
     return { page: Math.round(page.responseEnd), styles: last(".css"), code: last("/page/code/"),
         models: last("/v1/models"), "first paint": Math.round(paint) };
+}"""
+# Milliseconds after a letter is typed in the middle of the text.
+_OBSERVE_EDIT = """() => {
+    const body = document.querySelector("#text .tokens");
+    const all = [...body.querySelectorAll(".t")];
+    const token = all[Math.floor(all.length / 2)];
+    body.focus();
+    document.getSelection().collapse(token.firstChild, token.textContent.length);
+    window.edit_ms = {};
+    body.addEventListener("beforeinput", () => {
+        const began = performance.now();
+        const passed = () => Math.round(performance.now() - began);
+        requestAnimationFrame(() => requestAnimationFrame(() => { edit_ms.shown = passed(); }));
+        let most = 0;
+        const look = () => {
+            const left = body.querySelectorAll(".unscored").length;
+            if (edit_ms.shown && !body.querySelector(".draft")) {
+                most = Math.max(most, left);
+                if (left < most || left === 0) edit_ms.next ??= passed();
+                if (left === 0) edit_ms.all = passed();
+            }
+            if (!edit_ms.all) requestAnimationFrame(look);
+        };
+        look();
+    }, { once: true, capture: true });
 }"""
 _NO_EXAMPLE = "localStorage.setItem('unspool.visited', 'true')"
 
@@ -91,6 +118,15 @@ def measure_frames(page: Page, num_tokens: int) -> tuple[int, list[float], list[
     return written, frames, tasks
 
 
+def measure_edit(page: Page) -> dict[str, int]:
+    """Type a letter in the middle: ms until it is shown, next tokens are scored, and all are."""
+    page.evaluate(_OBSERVE_EDIT)
+    page.keyboard.type("x")
+    while "all" not in (result := page.evaluate("edit_ms")):
+        page.wait_for_timeout(100)
+    return dict(result)
+
+
 def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
@@ -138,6 +174,8 @@ def main() -> None:
                 f"{sum(task > 100 for task in tasks)} tasks over 100 ms, longest "
                 f"{max(tasks, default=0):.0f} ms"
             )
+            edit = ", ".join(f"{name} {ms} ms" for name, ms in measure_edit(page).items())
+            print(f"edit in the middle: {edit}")
             browser.close()
     finally:
         server.terminate()

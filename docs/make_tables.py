@@ -158,6 +158,37 @@ def steering_table(results: dict[str, Any], selection: str) -> str:
     return "\n".join(lines)
 
 
+def lenses_table(results: dict[str, Any], selection: str) -> str:
+    """Lenses by layer, or attribution patching by site (bench/lenses.py compare, gradients)."""
+    if selection == "gradients":
+        rows = [
+            [
+                row["clean"],
+                row["site"],
+                str(row["cells"]),
+                f"{row['correlation']:.2f}",
+                f"{row['exact_s']:.2f}",
+                f"{row['approximate_s']:.2f}",
+            ]
+            for row in results["gradients"]
+        ]
+        return table(["text", "site", "cells", "correlation", "exact, s", "estimate, s"], rows)
+    names = list(results["kl"])
+    last = len(results["kl"][names[0]]) - 1
+    rows = []
+    for layer in [*range(0, last, 3), last - 1]:
+        cells = [f"{results['kl'][n][layer]:.2f}" for n in names]
+        cells += [f"{results['same_top_token'][n][layer]:.0%}" for n in names]
+        rows.append([str(layer), *cells])
+    header = ["layer", *(f"KL, {n}" for n in names), *(f"same token, {n}" for n in names)]
+    note = (
+        f"{results['positions']} positions of {results['texts']} texts, {results['machine']}, "
+        f"{results['date']}: `{results['command']}`. Same token: how often the most likely token "
+        "is that of the last layer. Layer 0 is the embedding."
+    )
+    return table(header, rows) + f"\n\n{note}"
+
+
 def interpretability_table(results: dict[str, Any], selection: str) -> str:
     """Induction heads of each model, and what is lost without them (bench/interpretability.py)."""
     names = {name: name.split(".gguf")[0] for name in results["models"]}
@@ -189,6 +220,7 @@ TABLES: dict[str, Callable[[dict[str, Any], str], str]] = {
     "cpu": cpu_table,
     "gpu": gpu_table,
     "interpretability": interpretability_table,
+    "lenses": lenses_table,
     "steering": steering_table,
 }
 

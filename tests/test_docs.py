@@ -126,7 +126,7 @@ def test_tutorials_with_their_output(
     text = (ROOT / f"docs/tutorials/{page}.md").read_text(encoding="utf-8")
     examples = re.findall(r"```(sh|python)\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
     num_blocks = len(blocks_of(text)) + len(blocks_of(text, "sh"))
-    assert len(examples) == num_blocks > 6, "a block without its output"
+    assert len(examples) == num_blocks >= 6, "a block without its output"
     names: dict[str, Any] = {}
     for kind, block, expected in examples:
         if kind == "sh":

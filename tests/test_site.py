@@ -79,7 +79,8 @@ def test_every_class_that_a_method_returns_is_documented():
     known_names |= {"Floats", "None", "Iterator"}
     for name, method in vars(unspool.LanguageModel).items():
         if not name.startswith("_"):
-            names = re.findall(r"\b[A-Z]\w+", str(method.__annotations__["return"]))
+            function = method.fget if isinstance(method, property) else method
+            names = re.findall(r"\b[A-Z]\w+", str(function.__annotations__["return"]))
             assert set(names) <= known_names, name
     for kind in (unspool.Generation, unspool.Step, unspool.Score):
         assert docstrings.attributes(kind)

@@ -1,7 +1,7 @@
 """Build the native library for the browser: WebAssembly files beside the page's engine.
 
     pip install ziglang==0.17.0
-    python tools/build_wasm.py                  # or only some: python tools/build_wasm.py unspool.wasm
+    python tools/build_wasm.py                  # both files; or name one, as unspool.wasm
 
 The sources are those of the native library; the compiler is Zig's clang, which brings a C++ library
 for WebAssembly. Two files are written: one with the fixed SIMD instructions, which every browser
@@ -31,8 +31,8 @@ EXPORTS = (
     "unspool_measure", "unspool_standing", "unspool_exp", "unspool_log",
 )  # fmt: skip
 FLAGS = (
-    "-target", "wasm32-wasi", "-DNDEBUG", "-std=c++17", "-O3", "-msimd128", "-fno-exceptions", "-fno-rtti",
-    "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-DHAS_wasm=1",
+    "-target", "wasm32-wasi", "-std=c++17", "-O3", "-msimd128", "-fno-exceptions", "-fno-rtti",
+    "-DNDEBUG", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-DHAS_wasm=1",
 )  # fmt: skip
 
 

@@ -787,6 +787,7 @@ class LanguageModel(Session):
         return dict(self._shared.steering_vectors)
 
     def parse_steering(self, value: Any) -> tuple[Intervention, ...]:
+        """Return the interventions of an option `steer`: vectors, or names, with strengths."""
         if value is None:
             return ()
         from unspool.lens.steering import combine, parse_steer

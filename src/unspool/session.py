@@ -188,8 +188,9 @@ class Session:
 
     def check_interventions(self, interventions: Sequence[Intervention]) -> None:
         """Raise SettingsError if the model or its backend cannot apply the interventions."""
-        sites, fingerprint = self.engine.backend.sites, self.model.fingerprint
-        check_interventions(interventions, self.config, sites, fingerprint)
+        if interventions:
+            sites, fingerprint = self.engine.backend.sites, self.model.fingerprint
+            check_interventions(interventions, self.config, sites, fingerprint)
 
     @cached_property
     def thought_format(self) -> ReasoningFormat | None:

@@ -101,25 +101,28 @@ def test_a_lens_is_fitted_and_saved(unspool: Any, words: Any, corpus: Path, tmp_
     assert code == 2 and "backend='torch'" in err  # of the loaded model, which is another one
 
 
+@pytest.fixture(scope="module")
+def torch_words(words_folder: Path) -> Any:
+    return package.load(words_folder, backend="torch", memory=8 << 20)
+
+
 def test_gradients_on_the_command_line(
-    words_folder: Path, unspool: Any, monkeypatch: pytest.MonkeyPatch
+    torch_words: Any, unspool: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    lm = package.load(words_folder, backend="torch", memory=8 << 20)
+    lm = torch_words
     monkeypatch.setattr("unspool.loading.load", lambda *args, **options: lm)
-    with lm:
-        text = "The red row"
-        arguments = ["attribute", text, "--token", " the", "--steps", "8"]
-        code, out, _ = unspool(*arguments, "--json")
-        expected = lm.token_attribution(text, token=" the", steps=8)
-        values = [item["value"] for item in json.loads(out)["values"]]
-        assert code == 0
-        np.testing.assert_allclose(values, [item.value for item in expected.values], atol=1e-5)
-        code, out, _ = unspool(*arguments)
-        assert code == 0 and len(out.splitlines()) == len(values) + 2
-        texts = ["The red row", "The blue row"]
-        code, out, _ = unspool("patch", *texts, "--answer", " the", "--approximate", "--json")
-        sweep = lm.patch(*texts, answer=" the", approximate=True, progress=False)
-        np.testing.assert_allclose(json.loads(out)["values"], sweep.values, atol=1e-5)
+    arguments = ["attribute", "The red row", "--token", " the", "--steps", "8"]
+    code, out, _ = unspool(*arguments, "--json")
+    expected = lm.token_attribution("The red row", token=" the", steps=8)
+    values = [item["value"] for item in json.loads(out)["values"]]
+    assert code == 0
+    np.testing.assert_allclose(values, [item.value for item in expected.values], atol=1e-5)
+    code, out, _ = unspool(*arguments)
+    assert code == 0 and len(out.splitlines()) == len(values) + 2
+    texts = ["The red row", "The blue row"]
+    code, out, _ = unspool("patch", *texts, "--answer", " the", "--approximate", "--json")
+    sweep = lm.patch(*texts, answer=" the", approximate=True, progress=False)
+    np.testing.assert_allclose(json.loads(out)["values"], sweep.values, atol=1e-5)
 
 
 def test_layer_numbers():

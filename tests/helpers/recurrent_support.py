@@ -126,7 +126,7 @@ class RecurrentStep:
         )  # fmt: skip
         device = self.projected.device
         slots = StateSlots(config, len(self.states), [device])
-        slots._pools[0].copy_(self.states)
+        slots.pools[0].copy_(self.states)
         parts = split_columns(self.projected[None], self.layer)
         mixer.project = lambda x: parts
         observer = None
@@ -135,9 +135,9 @@ class RecurrentStep:
         chunks = recurrent_chunks(batch, len(self.states))
         out = slots.mix(0, mixer, self.projected[None], chunks, observer)[0]
         if observer is None:
-            return out, slots._pools[0]
+            return out, slots.pools[0]
         observed = np.stack([observer.stats[token][0] for token in range(tokens)])
-        return out, slots._pools[0], torch.from_numpy(observed)
+        return out, slots.pools[0], torch.from_numpy(observed)
 
 
 def split_columns(projected: Tensor, layer: RecurrentLayer) -> tuple[Tensor, ...]:

@@ -146,8 +146,8 @@ def test_heads_sum_to_the_attention_output(llama):
     options = {"answer": TOKEN, "approximate": True, "progress": False}
     heads = llama.patch(CLEAN, CORRUPTED, site="head_out", **options)
     assert heads.axes == ("layer", "head") and heads.values.shape == (4, 6)
-    whole = llama.patch(CLEAN, CORRUPTED, site="attn_out", sweep=["layer"], **options)
-    np.testing.assert_allclose(heads.effects.sum(1), whole.effects, atol=1e-4)
+    full = llama.patch(CLEAN, CORRUPTED, site="attn_out", sweep=["layer"], **options)
+    np.testing.assert_allclose(heads.effects.sum(1), full.effects, atol=1e-4)
     two = llama.patch(
         CLEAN, CORRUPTED, site="head_out", heads=[1, 3], sweep=["layer"], layers=[0, 2], **options
     )

@@ -304,6 +304,12 @@ def test_continuing_in_a_message_of_a_chat(chat: Page) -> None:
     first, last = now["turns"][0]["content"]
     assert "".join(step["text"] for step in now["steps"][first:last]) == "Which is"
     assert len(now["steps"]) > now["turns"][0]["end"]
+    # The chat template is no message.
+    put_caret(chat, "assistant")
+    for button in ("#continue-here", "#suggest"):
+        chat.locator(button).click()
+        expect(chat.locator("#fault")).to_contain_text("The caret is in the chat template")
+        chat.locator("#fault").get_by_role("button", name="Close").click()
     # An answer of the prompt is continued.
     now = continue_at(" they")
     assert now["prompt"]["messages"] == MESSAGES[:1] and now["text"].startswith("So they")

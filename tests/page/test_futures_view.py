@@ -81,10 +81,10 @@ def test_heights_are_probabilities_and_a_leaf_opens(page: Page) -> None:
     expect(page.locator("#text")).not_to_have_attribute("data-branch", opened["id"])
     second = branch(page)
     assert second["parent"] == opened["id"] and second["forked_at"] == 3
-    for key, shown in (("z", opened), ("z", before), ("Shift+z", opened), ("Shift+z", second)):
+    for key, place in (("z", opened), ("z", before), ("Shift+z", opened), ("Shift+z", second)):
         page.locator("#text").press(f"Control+{key}")
-        expect(page.locator("#text")).to_have_attribute("data-branch", shown["id"])
-        expect(tokens(page)).to_have_count(len(shown["steps"]))
+        expect(page.locator("#text")).to_have_attribute("data-branch", place["id"])
+        expect(tokens(page)).to_have_count(len(place["steps"]))
 
 
 def test_zooming_and_other_limits(page: Page) -> None:

@@ -213,7 +213,7 @@ def test_settings_are_reset(page: Page) -> None:
     expect(legend).not_to_contain_text("1 in 1,000")
     expect(legend).to_contain_text("Attention")
     parts = "[...document.querySelectorAll('.inside-part')].map((part) => part.open)"
-    assert page.evaluate(parts) == [False, True, False, False, False]
+    assert [at for at, is_open in enumerate(page.evaluate(parts)) if is_open] == [1]
     panel.get_by_role("button", name="Open all").click()
     until(page, f"{parts}.every(Boolean)")
     panel.get_by_role("button", name="Fold all").click()

@@ -146,6 +146,13 @@ def test_the_library_keeps_every_text(page: Page) -> None:
     expect(page.locator("#text")).to_have_attribute("data-branch", "")  # it was open
     library.get_by_role("button", name="Undo").click()
     expect(items).to_have_count(2)
+    library.get_by_label("Search the library").press("Escape")
+    expect(library).to_have_count(0)
+    expect(page.locator("#library-button")).to_be_focused()
+    page.locator("#library-button").click()  # the toolbar has room, in two rows if need be
+    bar = page.locator(".bar").bounding_box()
+    last = page.locator("#revise").bounding_box()
+    assert bar and last and last["y"] + last["height"] <= bar["y"] + bar["height"] + 1
     library.get_by_role("button", name=re.compile("^Fruit"), exact=False).last.click()
     expect(page.locator("#text")).to_contain_text("Apples are red")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import http.server
+import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from playwright.sync_api import BrowserContext, Page, expect
 
 from helpers.page_actions import finished, open_panel, open_view, start_writing, tokens
 from helpers.page_colors import check_looks
+from unspool.errors import UnspoolError
+from unspool.page.files import FOLDER
 from unspool.page.static import write_static
 
 Json = dict[str, Any]
@@ -83,20 +87,16 @@ def tab(chromium: Any, host: Host) -> Iterator[Page]:
 
 SEND = """async ([method, path, body]) => {
     const { api } = await import(new URL("page/code/api.js", document.baseURI));
-    const sent = { GET: () => api.get(path), POST: () => api.post(path, body ?? {}), PATCH: () => api.patch(path, body),
-        DELETE: () => api.delete(path) };
-    return sent[method]().catch((error) => ({ status: error.status, code: error.code, param: error.param }));
-}"""
-STREAM = """async ([path, body]) => {
-    const { api } = await import(new URL("page/code/api.js", document.baseURI));
-    const events = [];
-    for await (const { event, data } of api.stream(path, body)) events.push([event, data]);
-    return events;
+    const reply = method === "GET" ? api.get(path) : api.post(path, body ?? {});
+    return reply.catch(({ status, code, param }) => ({ status, code, param }));
 }"""
 
 
 def ask_tab(page: Page) -> Ask:
-    return lambda method, path, body=None: page.evaluate(SEND, [method, path, body])
+    def ask(method: str, path: str, body: Json | None) -> Any:
+        return page.evaluate(SEND, [method, path, body])
+
+    return ask
 
 
 def ask_server(server: Any) -> Ask:
@@ -185,12 +185,41 @@ def requests(ask: Ask) -> Iterator[tuple[str, Any]]:
     yield "futures", post(f"{path}/futures", {"mass": 0.02, "depth": 3, "nodes": 20})
     yield "sampled futures", post(f"{path}/futures", {"mass": 0.02, "depth": 2, "sampled": True})
     for text in ("def f(x):\n\treturn x", "Grüße! 你好 👩‍👩‍👧"):
-        body = {"content": text, "parse_special": False, "with_pieces": True}
+        body = {"content": text, "parse_special": False, "with_pieces": True, "merges": True}
         yield f"tokens of {text}", post("/tokenize", body)
     yield "not a branch", ask("GET", "/v1/tree/branch-0", None)
     yield "out of range", post(f"{path}/fork", {"at": 99})
     yield "nothing to append", post(f"{path}/append")
     yield "bad setting", post(f"{path}/resume", {"top_p": 2})
+
+
+def test_the_folder_has_what_the_page_needs_and_no_more(tmp_path: Path) -> None:
+    address = "https://example.org/model.gguf"
+    size, compressed = write_static(tmp_path / "site", address)
+    site = tmp_path / "site"
+    assert compressed < 800_000 and size < 2_000_000
+    assert address in (site / "index.html").read_text("utf-8") and not (site / "model").exists()
+    worker = (site / "sw.js").read_text("utf-8")
+    names = set(json.loads(re.findall(r"const FILES = (.*);", worker)[0]))
+    written = {file.relative_to(site).as_posix() for file in site.rglob("*") if file.is_file()}
+    assert names - {"./"} == written - {"index.html", "sw.js"}
+    server_only = set(_views(r"[^\n]*needsServer"))
+    for path in (site / "page").rglob("*.js"):
+        for name in re.findall(r"""from ?["'](\.[^"']+)""", path.read_text("utf-8")):
+            assert (path.parent / name).is_file(), f"{path.name} imports {name}"
+    code = site / "page" / "code"
+    for name in _views(""):
+        assert (code / name).is_file() or name in server_only, name
+    write_static(site, address)  # again, over the page before
+    with pytest.raises(UnspoolError, match="has other files"):
+        write_static(tmp_path, address)
+    with pytest.raises(UnspoolError, match="https address of a GGUF file"):
+        write_static(site, "http://example.org/model.bin")
+
+
+def _views(suffix: str) -> list[str]:
+    views = (FOLDER / "code" / "views.js").read_text("utf-8")
+    return re.findall(r'file: "\./([^"]+)"' + suffix, views)
 
 
 def test_the_tab_answers_as_the_server(tab: Page, small_server: Any) -> None:
@@ -234,7 +263,7 @@ def test_fifty_texts_are_those_of_the_command_line(
 
 
 def test_write_choose_and_reload_without_a_network(chromium: Any, host: Host) -> None:
-    """Writing in the page; after a reload without any server, the text is still there and goes on."""
+    """Writing in the page; after a reload without any server, the text is there and continues."""
     other = Host(host.folder)
     other.start()
     context = chromium.browser.new_context(viewport={"width": 1280, "height": 800})
@@ -264,7 +293,9 @@ def test_write_choose_and_reload_without_a_network(chromium: Any, host: Host) ->
 
 def test_a_link_opens_the_text(tab: Page, host: Host) -> None:
     tab.evaluate(
-        "import(new URL('page/code/state.js', document.baseURI)).then(({ state }) => { state.settings.max_tokens = 9; })"
+        """import(new URL("page/code/state.js", document.baseURI)).then(({ state }) => {
+            state.settings.max_tokens = 9;
+        })"""
     )
     start_writing(tab, "Once upon a time")
     finished(tab)

@@ -136,7 +136,7 @@ def test_tints_follow_what_is_chosen(page: Page) -> None:
     expect(tokens(page).last).not_to_have_class(re.compile("selected"))
     page.keyboard.press("Escape")
     expect(page.locator("#text .t.selected")).to_have_count(0)
-    page.keyboard.press("4")
+    page.keyboard.press("5")
     expect(page.get_by_role("heading", name="Settings")).to_be_visible()
     page.keyboard.press("?")
     expect(page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()

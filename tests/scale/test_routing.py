@@ -318,11 +318,16 @@ def test_metrics_are_labelled_by_replica():
 
 
 def test_branches_of_all_replicas_the_newest_first():
-    lists = [
-        json.dumps({"data": [{"id": "b", "created": 2}, {"id": "a", "created": 1}]}).encode(),
-        json.dumps({"data": [{"id": "c", "created": 3}]}).encode(),
-    ]
-    assert [branch["id"] for branch in merge_branches(lists)["data"]] == ["c", "b", "a"]
+    first = [{"id": "b", "created": 2}, {"id": "a", "created": 1}]
+    last = {"data": [{"id": "c", "created": 3}], "next": None}
+    lists = [json.dumps(part).encode() for part in ({"data": first, "next": None}, last)]
+    merged = merge_branches(lists, 3)
+    assert [branch["id"] for branch in merged["data"]] == ["c", "b", "a"]
+    assert merged["next"] is None
+    page = merge_branches(lists, 2)
+    assert [branch["id"] for branch in page["data"]] == ["c", "b"] and page["next"] == "2:b"
+    longer = json.dumps({"data": first, "next": "1:a"}).encode()
+    assert merge_branches([longer, lists[1]], 3)["next"] == "1:a"
 
 
 def test_an_unknown_name_in_the_configuration_is_refused():

@@ -265,6 +265,7 @@ def test_a_text_that_has_finished_is_not_interrupted_by_a_stop(small: Any) -> No
 
         class Endless:
             def __init__(self) -> None:
+                self.drafts = [branch.generation]
                 self.texts = {0: SimpleNamespace(stream=stream, ended=False, reused=0)}
                 self.drafts = [branch.generation]
 

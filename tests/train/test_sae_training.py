@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 sae = pytest.importorskip("unspool.train.sae")
 
 SETTINGS = sae.SaeSettings(
-    layer=1, num_features=96, k=6, tokens=1500, batch=128, reuse=60, rate=0.01, length=16,
+    layer=1, num_features=96, k=6, tokens=1500, batch=128, reuse=20, rate=0.01, length=16,
     pool=4096, num_eval=4, dead_after=400,
 )  # fmt: skip
 
@@ -81,14 +81,14 @@ def test_it_resumes(lm: Any, corpus: Path, tmp_path: Path):
     def stop(progress: Any) -> None:
         raise StopError
 
-    settings = replace(SETTINGS, tokens=2500)
+    settings = replace(SETTINGS, tokens=2500, reuse=2)
     with pytest.raises(StopError):
         sae.train_sae(lm, str(corpus), tmp_path, settings, device="cpu", report=stop)
     before = json.loads((tmp_path / "training.json").read_text())
     assert 0 < before["tokens"] < 2500
-    seen: list[Any] = []
-    sae.train_sae(lm, str(corpus), tmp_path, settings, device="cpu", report=seen.append)
-    assert seen[0].tokens > before["tokens"] and seen[0].steps > before["steps"]
+    reports: list[Any] = []
+    sae.train_sae(lm, str(corpus), tmp_path, settings, device="cpu", report=reports.append)
+    assert reports[0].tokens > before["tokens"] and reports[0].steps > before["steps"]
     assert json.loads((tmp_path / "training.json").read_text())["tokens"] >= 2500
     with pytest.raises(SettingsError, match="k 6, and now it is 7"):
         sae.train_sae(lm, str(corpus), tmp_path, replace(settings, k=7), device="cpu")

@@ -188,9 +188,9 @@ class _ArrayOp:
     """Common part of the operations: fields are numbers, or float32 arrays ([width], [layers,
     width], of `Replace` also [layers, tokens, width])."""
 
-    kind: ClassVar[str]
-    max_axes: ClassVar[int] = 2
-    needs_vector: ClassVar[bool] = True
+    kind: ClassVar[str]  # its name in JSON
+    max_axes: ClassVar[int] = 2  # of its arrays
+    needs_vector: ClassVar[bool] = True  # the site must have vectors
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]
@@ -217,8 +217,8 @@ class Add(_ArrayOp):
     """Add a vector, times `scale` (a steering vector)."""
 
     kind = "add"
-    vector: Floats
-    scale: float = 1.0
+    vector: Floats  # [width] or [layers, width]
+    scale: float = 1.0  # its factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +226,7 @@ class ProjectOut(_ArrayOp):
     """Remove the component along a direction; its length does not matter."""
 
     kind = "project_out"
-    direction: Floats
+    direction: Floats  # [width] or [layers, width]; stored with length 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -252,7 +252,7 @@ class MeanAblate(_ArrayOp):
     """Replace the values by their mean over other texts."""
 
     kind = "mean_ablate"
-    mean: Floats
+    mean: Floats  # [width] or [layers, width]
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +261,7 @@ class Scale(_ArrayOp):
 
     kind = "scale"
     needs_vector = False
-    factor: float = 0.0
+    factor: float = 0.0  # of the values
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,11 +272,11 @@ class ClampFeature(_ArrayOp):
     """
 
     kind = "clamp_feature"
-    encoder: Floats
-    decoder: Floats
-    bias: float = 0.0
-    threshold: float = 0.0
-    value: float = 0.0
+    encoder: Floats  # [width] or [layers, width]
+    decoder: Floats  # the same shape
+    bias: float = 0.0  # of the encoder
+    threshold: float = 0.0  # above which the feature is active
+    value: float = 0.0  # what the feature is set to
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,10 +288,10 @@ class Function:
     the same shape. It must be pure: tokens in the prefix cache are not computed again.
     """
 
-    kind: ClassVar[str] = "function"
-    needs_vector: ClassVar[bool] = False
-    function: Callable[[Any], Any]
-    identity: str = field(default_factory=lambda: uuid.uuid4().hex)
+    kind: ClassVar[str] = "function"  # it has no JSON
+    needs_vector: ClassVar[bool] = False  # also for attention weights
+    function: Callable[[Any], Any]  # from tensor to tensor
+    identity: str = field(default_factory=lambda: uuid.uuid4().hex)  # two functions are never equal
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -299,10 +299,12 @@ class Function:
 
     @property
     def arrays(self) -> dict[str, Floats]:
+        """None."""
         return {}
 
     @property
     def numbers(self) -> dict[str, float]:
+        """None."""
         return {}
 
 
@@ -363,7 +365,7 @@ def _check_indices(name: str, value: Any) -> tuple[int, ...] | None:
 class Intervention:
     """A change to the values at a site of some layers and positions.
 
-    Args:
+    Attributes:
         site: Where; see `SITES`.
         op: What is done. Arrays of the operation are [width], or [layers, width] with one vector
             for each layer of `layers`.

@@ -382,10 +382,10 @@ def _write_static_page(folder: Path, model: str | None, model_url: str | None) -
 
     if model is not None and model_url is not None:
         raise UnspoolError("give either --model or --model-url")
-    size = write_static(folder, model_url or find_model(model))
-    say(
-        f"{folder}: {size / 1e6:.2f} MB without the model · try it: python -m http.server -d {folder}"
-    )
+    size, compressed = write_static(folder, model_url or find_model(model))
+    sizes = f"{size / 1e6:.2f} MB ({compressed / 1e6:.2f} MB compressed)"
+    say(f"{folder}: {sizes} without the model")
+    say(f"to try it: python -m http.server -d {folder}")
 
 
 def _free_page_port() -> int:

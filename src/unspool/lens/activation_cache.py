@@ -56,7 +56,7 @@ class ActivationCache(Mapping[str, Floats]):
     texts: tuple[str, ...]  # of each token
     positions: tuple[int, ...]  # the axis of positions
     layers: dict[str, tuple[int, ...]]  # the axis of layers of each site that has them
-    arrays: dict[str, Floats]
+    arrays: dict[str, Floats]  # by site
 
     def __getitem__(self, key: str | tuple[str, int]) -> Floats:
         site, layer = key if isinstance(key, tuple) else parse_site(key)

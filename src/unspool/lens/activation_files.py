@@ -88,10 +88,10 @@ def _parse_line(label: str, line: str, field: str) -> Prompt:
 class SavedActivations:
     """What a folder of activations has."""
 
-    folder: Path
-    num_texts: int
-    num_rows: int
-    num_shards: int
+    folder: Path  # where it is
+    num_texts: int  # texts of the corpus
+    num_rows: int  # tokens
+    num_shards: int  # files
     num_cut: int  # texts that were cut to the maximum number of tokens
 
     def __repr__(self) -> str:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -49,21 +49,23 @@ _INT8 = 127
 class AffineLens:
     """An affine map for the residual stream before each layer of one model."""
 
-    kind: LensKind
-    left: Floats  # [layers, width, rank]
-    right: Floats  # [layers, rank, width]; A = left @ right
+    kind: LensKind  # tuned or jacobian
+    up: Floats  # [layers, width, rank]
+    down: Floats  # [layers, rank, width]; A = up @ down
     bias: Floats  # [layers, width]
     fingerprint: str = ""  # of the weights that it was fitted to
     num_tokens: int = 0  # of the texts that it was fitted to
-    name: str = ""
+    name: str = ""  # of its file
 
     @property
     def width(self) -> int:
-        return self.bias.shape[1]
+        """Width of the residual stream."""
+        return int(self.bias.shape[1])
 
     @property
     def rank(self) -> int:
-        return self.left.shape[2]
+        """Rank of the map of each layer."""
+        return int(self.up.shape[2])
 
     def __repr__(self) -> str:
         return (
@@ -78,9 +80,9 @@ class AffineLens:
             residuals: [layers + 1, ..., width], as in `Activations.residuals`.
         """
         translated = [
-            vectors + (vectors @ right.T) @ left.T + bias
-            for vectors, left, right, bias in zip(
-                residuals, self.left, self.right, self.bias, strict=False
+            vectors + (vectors @ down.T) @ up.T + bias
+            for vectors, up, down, bias in zip(
+                residuals, self.up, self.down, self.bias, strict=False
             )
         ]
         return np.stack([*translated, residuals[-1]]).astype(np.float32)
@@ -105,13 +107,13 @@ class AffineLens:
         """Write a safetensors file, with the factors of A in 8 bits."""
         target = Path(path).expanduser()
         part = target.with_name(f"{target.name}.part")
-        left, left_scale = _quantize(self.left, axis=1)
-        right, right_scale = _quantize(self.right, axis=2)
-        arrays = {
-            "left": left,
-            "left_scale": left_scale,
-            "right": right,
-            "right_scale": right_scale,
+        up, up_scale = _quantize(self.up, axis=1)
+        down, down_scale = _quantize(self.down, axis=2)
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "up": up,
+            "up_scale": up_scale,
+            "down": down,
+            "down_scale": down_scale,
             "bias": self.bias,
         }
         metadata = {
@@ -149,35 +151,35 @@ def load_lens(path: str | Path) -> AffineLens:
             f"{source}: version {metadata.get('version')!r} of the format is unknown; this is "
             f"version {_VERSION}"
         )
-    names = ("left", "right", "left_scale", "right_scale", "bias")
+    names = ("up", "down", "up_scale", "down_scale", "bias")
     if missing := [name for name in names if name not in file.tensors]:
         raise ModelFileError(f"{source}: tensor {missing[0]} is missing")
-    shape = file.tensors["left"].shape
+    shape = file.tensors["up"].shape
     layers, width, rank = shape if len(shape) == 3 else (0, 0, 0)
     shapes = {
-        "left": (layers, width, rank),
-        "left_scale": (layers, 1, rank),
-        "right": (layers, rank, width),
-        "right_scale": (layers, rank, 1),
+        "up": (layers, width, rank),
+        "up_scale": (layers, 1, rank),
+        "down": (layers, rank, width),
+        "down_scale": (layers, rank, 1),
         "bias": (layers, width),
     }
     for name, expected in shapes.items():
         if not layers or file.tensors[name].shape != expected:
             raise ModelFileError(
-                f"{source}: tensor {name} has shape {list(file.tensors[name].shape)}, and left "
+                f"{source}: tensor {name} has shape {list(file.tensors[name].shape)}, and up "
                 f"{list(shape)}"
             )
-    left, right = (
-        file.integers(name) * file.stored(f"{name}_scale").float32() for name in ("left", "right")
+    up, down = (
+        file.integers(name) * file.stored(f"{name}_scale").float32() for name in ("up", "down")
     )
     bias = file.stored("bias").float32().copy()
-    if not all(np.isfinite(array).all() for array in (left, right, bias)):
+    if not all(np.isfinite(array).all() for array in (up, down, bias)):
         raise ModelFileError(f"{source}: has numbers that are not finite")
     count = metadata.get("num_tokens", "")
     return AffineLens(
-        kind=metadata["kind"],
-        left=np.asarray(left, np.float32),
-        right=np.asarray(right, np.float32),
+        kind="tuned" if metadata["kind"] == "tuned" else "jacobian",
+        up=np.asarray(up, np.float32),
+        down=np.asarray(down, np.float32),
         bias=bias,
         fingerprint=metadata.get("fingerprint", ""),
         num_tokens=int(count) if count.isdecimal() else 0,
@@ -225,18 +227,25 @@ def fit_lens(
             fit.add(prompts[start : start + _READ_TEXTS])
             report(min(start + _READ_TEXTS, len(prompts)))
     rank = min(rank, lm.config.width)
-    left, right, bias = [], [], []
+    up, down, bias = [], [], []
     for layer in range(lm.config.layers):
         change, shift = fit.solve(layer)
         covariance, mean, _ = fit.means(layer)
         # Keep the directions in which A varies most over the tokens; its mean goes to b.
         directions = np.linalg.eigh(change @ covariance @ change.T)[1][:, : -rank - 1 : -1]
         reduced = directions.T @ change
-        left.append(directions)
-        right.append(reduced)
+        up.append(directions)
+        down.append(reduced)
         bias.append(shift + (change - directions @ reduced) @ mean)
-    arrays = (np.stack(parts).astype(np.float32) for parts in (left, right, bias))
-    return AffineLens(kind, *arrays, lm.model.fingerprint(), sum(map(len, prompts)), name=kind)
+    return AffineLens(
+        kind,
+        up=np.stack(up).astype(np.float32),
+        down=np.stack(down).astype(np.float32),
+        bias=np.stack(bias).astype(np.float32),
+        fingerprint=lm.model.fingerprint(),
+        num_tokens=sum(map(len, prompts)),
+        name=kind,
+    )
 
 
 class _TunedFit:
@@ -302,7 +311,7 @@ class _JacobianFit(_TunedFit):
     def add(self, prompts: Sequence[Sequence[int]]) -> None:
         import torch
 
-        from unspool.lens.gradients import run_layers
+        from unspool.lens.differentiable import run_layers
 
         layers = self._lm.config.layers
         for prompt in prompts:

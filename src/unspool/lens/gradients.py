@@ -10,8 +10,8 @@ again, on the caller's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from unspool.model.layers.transformer import Transformer
 
-Place = tuple[str, int]
 Method = Literal["integrated", "gradient_x_input"]
 METHODS: tuple[str, ...] = get_args(Method)
 # Sites whose values a gradient can be taken of.
@@ -47,66 +46,6 @@ _MAX_STEPS = 1024
 _BATCH_TOKENS = 512  # of all points of the path that are computed together
 
 
-@dataclass(slots=True)
-class DifferentiableRun:
-    """The values of a text at some places, and the residual stream after the last layer."""
-
-    final: Tensor  # [batch, count, width]
-    values: dict[Place, Tensor] = field(default_factory=dict)  # [batch, count, ...]
-
-
-def run_layers(
-    model: Transformer,
-    tokens: Sequence[int],
-    places: Collection[Place] = (),
-    embeddings: Tensor | None = None,
-) -> DifferentiableRun:
-    """Run the layers over a text, with gradients.
-
-    Args:
-        model: The torch module.
-        tokens: The text.
-        places: Sites and layers whose values are kept; ("resid", n) is before layer n.
-        embeddings: [batch, count, width], in place of those of the tokens.
-    """
-    import torch
-
-    from unspool.model.layers.transformer import Attention, BackendStep, Shared, SiteHook
-
-    values: dict[Place, Tensor] = {}
-
-    def record(site: str, layer: int, x: Tensor) -> Tensor:
-        if (site, layer) in places:
-            values[site, layer] = x
-        return x
-
-    class FullTexts(BackendStep):
-        def __call__(self, attention: Attention, query: Any, key: Any, value: Any) -> Any:
-            return attention.attend(query, key, value)
-
-        def recur(self, layer: int, mixer: Any, x: Tensor) -> Any:
-            parts = mixer.project(x)
-            mixed, _ = mixer.recur(parts, mixer.zero_state(len(x), x.device))
-            return mixer.finish(mixed, parts)
-
-        @property
-        def hook(self) -> SiteHook:
-            return record
-
-    positions = np.arange(len(tokens))
-    with torch.enable_grad():
-        ids = torch.tensor([list(tokens)], device=model.embed.weight.device)
-        own = model.embed_tokens(ids, positions)
-        layer_inputs = model.per_layer_embeddings(ids, own)
-        x = own.detach().requires_grad_() if embeddings is None else embeddings
-        angles, shared, step = model.rope_tables(positions, len(tokens)), Shared(), FullTexts()
-        record("resid", 0, x)
-        for index, layer in enumerate(model.layers):
-            x = layer(x, angles[index], None, step, shared, layer_inputs[index])
-            record("resid", index + 1, x)
-    return DifferentiableRun(x, values)
-
-
 # -- attribution of a logit to the tokens of a text
 
 
@@ -114,19 +53,19 @@ def run_layers(
 class TokenValue:
     """Share of a token of the text in a logit."""
 
-    position: int
-    token: int
-    text: str
-    value: float
+    position: int  # in the text
+    token: int  # its id
+    text: str  # of the token
+    value: float  # its share
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenAttribution:
     """A token's logit, attributed to the tokens of the text before it."""
 
-    method: Method
+    method: Method  # integrated or gradient_x_input
     position: int  # of the input token whose prediction it is
-    token: int
+    token: int  # its id
     text: str  # of that token
     against: int | None  # the token whose logit is subtracted
     logit: float  # of the token; with `against`, the difference
@@ -182,6 +121,8 @@ def token_attribution(
 ) -> TokenAttribution:
     """Attribute a logit to the tokens of a text; see `LanguageModel.token_attribution`."""
     import torch
+
+    from unspool.lens.differentiable import run_layers
 
     if method not in METHODS:
         raise SettingsError(f"method must be {' or '.join(METHODS)}, got {method!r}")
@@ -256,6 +197,8 @@ def _baseline_embeddings(
     """Embeddings [1, count, width] where the path starts: of a text, or zeros."""
     import torch
 
+    from unspool.lens.differentiable import run_layers
+
     if baseline is None:
         weight = model.embed.weight
         return torch.zeros(1, len(ids), lm.config.width, dtype=weight.dtype, device=weight.device)
@@ -299,6 +242,8 @@ def attribution_effects(
     the whole vector; over a part of it, that of a head.
     """
     import torch
+
+    from unspool.lens.differentiable import run_layers
 
     if site not in GRADIENT_SITES:
         raise SettingsError(

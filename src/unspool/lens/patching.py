@@ -55,13 +55,14 @@ Cell = tuple[int, ...]  # layer, position and head of a run, of the axes that ar
 class Sweep:
     """The metric of many runs, each under its own interventions."""
 
-    site: str
+    site: str  # that is changed
     metric: str  # what the values are
     axes: tuple[str, ...]  # of `values`: layer, position, head
     labels: tuple[tuple[str, ...], ...]  # of each axis
-    values: Floats
+    values: Floats  # the metric of each run
     baseline: float  # without interventions: of the corrupted run, or of the text
     clean: float | None = None  # of the clean run, if there is one
+    # What each run has changed, by its index in `values`.
     cells: Mapping[Cell, tuple[Intervention, ...]] = field(default_factory=dict, repr=False)
 
     @property

@@ -54,20 +54,22 @@ _EXAMPLE_TOKENS = 12  # before and after the token of an example
 class SparseAutoencoder:
     """A sparse autoencoder of one site of a model."""
 
-    architecture: str
-    site: str
-    layer: int
+    architecture: str  # standard, topk, jumprelu or gated
+    site: str  # whose values it reads
+    layer: int  # from 0
     encoder: Floats  # [features, width]
     decoder: Floats  # [features, width]
     encoder_bias: Floats  # [features]; of gated ones that of the magnitude
     decoder_bias: Floats  # [width]
     threshold: Floats  # [features]: smaller values are zero
     k: int = 0  # topk: features that a token may have
-    name: str = ""
+    name: str = ""  # for people
+    # Where the features are strongest in a corpus, by feature.
     examples: Mapping[int, Sequence[FeatureExample]] = field(default_factory=dict, repr=False)
 
     @property
     def num_features(self) -> int:
+        """Number of features."""
         return len(self.encoder)
 
     @property
@@ -244,9 +246,9 @@ def _build(
 class ActiveFeature:
     """A feature at a token."""
 
-    feature: int
-    strength: float
-    position: int
+    feature: int  # its number
+    strength: float  # its activation
+    position: int  # of the token
     text: str  # of the token
 
     def to_dict(self) -> dict[str, Any]:
@@ -258,8 +260,8 @@ class ActiveFeature:
 class TokenFeatures:
     """The active features of each token of a text."""
 
-    tokens: tuple[int, ...]
-    texts: tuple[str, ...]
+    tokens: tuple[int, ...]  # of the text
+    texts: tuple[str, ...]  # of each token
     active: tuple[tuple[ActiveFeature, ...], ...]  # of each token, strongest first
     reconstruction_error: Floats  # [tokens]: share of the vector that the features do not explain
 
@@ -339,12 +341,12 @@ def active_features(
 class FeatureExample:
     """A place of a corpus where a feature is strong."""
 
-    text_index: int
-    position: int
-    strength: float
-    before: str
-    token: str
-    after: str
+    text_index: int  # of the text in the corpus
+    position: int  # of the token
+    strength: float  # of the feature there
+    before: str  # the text before the token
+    token: str  # its text
+    after: str  # the text after it
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -51,7 +51,7 @@ class SteeringVector:
     """Directions of one model's residual stream, by layer. Add, subtract and scale them freely."""
 
     directions: Mapping[int, Floats]  # [width] by layer from 0; added to the layer's output
-    name: str = ""
+    name: str = ""  # for people
     model_hint: str = ""  # architecture that it was made for: llama, qwen2
     fingerprint: str = ""  # of the weights that it was made with; empty: unknown
 

@@ -8,6 +8,7 @@ DIR/model/NAME.gguf     the model, unless the page loads it from an address
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import html
 import json
@@ -21,18 +22,20 @@ from unspool.page.files import FOLDER, PREFIX, TYPES
 # Views of the page that are not shown without a server.
 _SERVER_ONLY = (
     "code/training/", "code/diffusion/", "code/think/", "code/measure/", "code/steer/panel.js",
-    "code/steer/patch.js", "code/model_dialog.js", "style/training.css", "style/diffusion.css",
-    "style/think.css", "style/measure.css",
+    "code/steer/patch.js", "code/steer/features.js", "code/model_dialog.js", "style/training.css",
+    "style/diffusion.css", "style/think.css", "style/measure.css",
 )  # fmt: skip
 _WORKER = "tab/service_worker.js"
 _POLICY = (
-    "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self'; worker-src 'self'; "
-    "img-src 'self' data: blob:; connect-src 'self' https: blob:; base-uri 'none'; form-action 'none'"
+    "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self'; "
+    "worker-src 'self'; img-src 'self' data: blob:; connect-src 'self' https: blob:; "
+    "base-uri 'none'; form-action 'none'"
 )
 
 
-def write_static(folder: Path, model: Path | str) -> int:
-    """Write the page into a folder; return the bytes written without the model.
+def write_static(folder: Path, model: Path | str) -> tuple[int, int]:
+    """Write the page into a folder; return its bytes without the model, and compressed with gzip,
+    as most file hosts send them.
 
     Args:
         folder: Is created; files of an earlier page in it are replaced.
@@ -57,7 +60,8 @@ def write_static(folder: Path, model: Path | str) -> int:
         path.write_bytes(content)
     if isinstance(model, Path):
         _copy_model(model, folder / "model" / model.name)
-    return sum(map(len, files.values()))
+    contents = files.values()
+    return sum(map(len, contents)), sum(len(gzip.compress(content)) for content in contents)
 
 
 def _page_files() -> dict[str, Path]:

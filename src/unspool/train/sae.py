@@ -127,7 +127,7 @@ def train_sae(
     path = Path(folder)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    corpus = _Corpus(lm, source, field, settings)
+    corpus = _ActivationStream(lm, source, field, settings)
     trainer = _Trainer(settings, path, device, lm.model.fingerprint(), str(source))
     try:
         for vectors in corpus.activations(trainer.texts_read, settings.tokens - trainer.tokens):
@@ -146,7 +146,7 @@ def train_sae(
 # -- activations
 
 
-class _Corpus:
+class _ActivationStream:
     """Texts of equal length from a source, again from the start when they end."""
 
     def __init__(

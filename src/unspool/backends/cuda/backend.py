@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from unspool.backends.cuda.attention import PAGE_SIZE
+from unspool.backends.cuda.interventions import RowChanges, StepHooks, VectorPool
 from unspool.backends.cuda.kv_cache import KVCache, page_bytes
 from unspool.backends.cuda.matmul import num_multiprocessors
 from unspool.backends.cuda.observe import ResidualTap, StepObserver
-from unspool.backends.cuda.runner import ModelRunner, PrefillRunner
+from unspool.backends.cuda.runner import LayerHooks, ModelRunner, PrefillRunner
 from unspool.backends.cuda.sampler import DevicePicker
 from unspool.backends.cuda.step_io import (
     MAX_TABLE_UPDATES,
@@ -29,6 +30,7 @@ from unspool.backends.cuda.step_io import (
     to_device,
 )
 from unspool.backends.cuda.weights import Weights
+from unspool.backends.interventions import NATIVE_SITES
 from unspool.backends.step import (
     Ints,
     Observations,
@@ -120,7 +122,7 @@ class CudaBackend:
 
     overlaps = True
     echoes = False
-    sites: frozenset[str] = frozenset()  # no interventions yet
+    sites = NATIVE_SITES
     page_size = PAGE_SIZE
 
     @torch.inference_mode(False)  # its buffers are written with inference mode on and off
@@ -147,6 +149,8 @@ class CudaBackend:
         self._graphs = GraphCache(device)
         self._prefill = PrefillRunner(self.runner)
         self._taps: dict[tuple[int, ...], ResidualTap] = {}
+        self._vectors = VectorPool(device)
+        self._changes = self._new_changes()
         picks = self._outputs.picks
         details = self._outputs.details
         self._picker = self._new_picker(picks[:_MAX_ROWS], self._outputs.decode_logprobs)
@@ -161,6 +165,9 @@ class CudaBackend:
         picker = DevicePicker(len(picks), self.vocab_size, self._device)
         picker.picks, picker.logprobs, picker.previous = picks, logprobs, self._outputs.picks
         return picker
+
+    def _new_changes(self) -> RowChanges:
+        return RowChanges(self.runner.weights.config, self._vectors, pdl=self.runner.pdl)
 
     def set_adapter(self, token_number: int, adapter: Adapter | None) -> None:
         if self.runner.adapters.set(token_number, adapter):
@@ -214,7 +221,7 @@ class CudaBackend:
         if len(split.prefill_tokens):  # first: the graph overwrites the previous step's picks
             prefill = self._prefill.build_batch(
                 batch, split.prefill_seqs, split.prefill_tokens,
-                np.concatenate((split.sampled_prefill, split.prefill_logits)),
+                split.prefill_outputs,
                 self._prefill_token_ids(batch, split), split.prefill_adapters,
             )  # fmt: skip
         if split.num_decode:
@@ -223,11 +230,12 @@ class CudaBackend:
             inside = self._tapped_residuals(batch.observe) if batch.observe else None
         if prefill is not None:
             observer = StepObserver(self.runner, batch, batch.observe) if batch.observe else None
-            prefilled = self._prefill.run(prefill, observer)
+            prefilled = self._prefill.run(prefill, self._prefill_hooks(batch, split, observer))
             inside = observer.inside() if observer else None
             if split.prefill_pick is not None:
                 self._sample_prefill(prefilled[: len(split.prefill_pick.ints)], split.prefill_pick)
-            logits.append(prefilled[len(split.sampled_prefill) :])
+            first = len(split.sampled_prefill)
+            logits.append(prefilled[first : first + len(split.prefill_logits)])
         requested = torch.cat(logits) if len(batch.logits_indices) else None
         if requested is not None and split.logits_order is not None:
             requested = requested[to_device(split.logits_order, self._device)]
@@ -237,6 +245,18 @@ class CudaBackend:
             pick_index, requested, inside, has_prefill=len(split.sampled_prefill) > 0,
             has_canvas=_has_canvas(batch),
         )  # fmt: skip
+
+    def _prefill_hooks(
+        self, batch: StepBatch, split: _BatchSplit, observer: StepObserver | None
+    ) -> LayerHooks | None:
+        """What changes and reads the values of the prefilled tokens."""
+        if batch.interventions is None:
+            return observer
+        changes, outputs = self._new_changes(), self._new_changes()
+        tokens, output_tokens = split.prefill_tokens, split.prefill_tokens[split.prefill_outputs]
+        changes.set(batch.interventions, tokens, len(tokens))
+        outputs.set(batch.interventions, output_tokens, len(output_tokens))
+        return StepHooks(changes, outputs, observer)
 
     def _run_graph(
         self, batch: StepBatch, split: _BatchSplit, table_updates: tuple[Ints, Ints]
@@ -269,16 +289,27 @@ class CudaBackend:
         adapted = split.decode_adapters is not None
         layers = batch.observe.layers if batch.observe else None
         tap = None if layers is None else self._tap_for(layers)
+        changes = self._changes
+        hooks: LayerHooks | None = tap
+        rows = np.arange(len(batch.tokens))[decode_rows]
+        if changes.set(batch.interventions, rows, _MAX_ROWS):
+            self._graphs.clear()
+        if changes.sites:
+            hooks = StepHooks(changes, changes, tap)
 
         def launch() -> None:
-            self.runner.decode(size, max_context, single_tokens, adapted, tap)
+            self.runner.decode(size, max_context, single_tokens, adapted, hooks)
             picker.launch(
                 self.runner.logits[:size], sampled=sampled, penalties=penalties, canvas=canvas
             )
 
         self._graphs.run(
-            (size, max_context, single_tokens, sampled, penalties, canvas, adapted, layers), launch
-        )
+            (
+                size, max_context, single_tokens, sampled, penalties, canvas, adapted, layers,
+                changes.sites,
+            ),
+            launch,
+        )  # fmt: skip
         requested = split.decode_logits
         if not len(requested):
             return None
@@ -400,6 +431,8 @@ class _BatchSplit:
         self.pick_index = pick_index
         self.decode_logits = token_number[batch.logits_indices[logits_in_decode]]
         self.prefill_logits = token_number[batch.logits_indices[~logits_in_decode]]
+        observed = look.tokens if look is not None and look.reads_outputs else _NO_INTS
+        self.prefill_outputs = np.concatenate((self.sampled_prefill, self.prefill_logits, observed))
         order = np.empty(len(batch.logits_indices), np.int64)
         order[logits_in_decode] = np.arange(logits_in_decode.sum())
         order[~logits_in_decode] = np.arange(logits_in_decode.sum(), len(order))

@@ -13,6 +13,7 @@ from unspool.backends.cuda.matmul import NormWeights
 from unspool.backends.cuda.runner import ModelRunner
 from unspool.backends.cuda.step_io import to_device
 from unspool.backends.cuda.weights import Weights
+from unspool.backends.interventions import OUTPUT_SITES, place_of
 from unspool.backends.step import (
     RECURRENT_STATS,
     Floats,
@@ -36,6 +37,11 @@ class StepObserver:
         self._look = look
         self._residual_rows = to_device(look.residuals, device)
         self._part_rows = to_device(look.parts, device)
+        self._site_rows = to_device(look.tokens, device)
+        self._sites: dict[tuple[str, int], list[tuple[str, int]]] = {}  # by place
+        for name in look.sites:
+            self._sites.setdefault(place_of(*name), []).append(name)
+        self._values: dict[tuple[str, int], Tensor] = {}
         self._residuals: list[Tensor] = []
         self._attention: list[list[Tensor]] = [[] for _ in look.attention]
         self._rows = look.attention.tolist()
@@ -49,15 +55,19 @@ class StepObserver:
         self._recurrent: list[Tensor | None] = [None] * config.layers
         self._max_state_heads, self._has_states = heads, config.state_bytes > 0
 
-    def on_residual(self, layer: int, h: Tensor) -> None:
-        if len(self._residual_rows):
-            self._residuals.append(h[self._residual_rows])
-        if len(self._part_rows):
-            self._after.append(h[self._part_rows].float())
+    def wants(self, site: str, layer: int) -> bool:
+        return site in ("resid", "resid_mid") or (site, layer) in self._sites
 
-    def on_attended(self, layer: int, h: Tensor) -> None:
-        if len(self._part_rows):
-            self._attended.append(h[self._part_rows].float())
+    def __call__(self, site: str, layer: int, x: Tensor) -> None:
+        if site == "resid" and len(self._residual_rows):
+            self._residuals.append(x[self._residual_rows])
+        if site in ("resid", "resid_mid") and len(self._part_rows):
+            parts = self._after if site == "resid" else self._attended
+            parts.append(x[self._part_rows].float())
+        for name in self._sites.get((site, layer), ()):
+            is_output = site in OUTPUT_SITES  # their rows are the last ones
+            rows = x[-len(self._site_rows) :] if is_output else x[self._site_rows]
+            self._values[name] = rows.to(torch.float32, copy=True)
 
     def on_queries(self, layer: int, qkv: Tensor) -> None:
         runner, shape = self._runner, self._runner.attention_layers[layer]
@@ -101,6 +111,7 @@ class StepObserver:
             attention=[host(layers) for layers in self._attention],
             parts=host(parts) if parts else None,
             recurrent=[self._state_stats(row) for row in self._rows] if self._has_states else [],
+            sites={name: values.cpu().numpy() for name, values in self._values.items()},
         )
 
     def _state_stats(self, row: int) -> Floats:
@@ -137,12 +148,11 @@ class ResidualTap:
         shape = (len(layers), rows, weights.config.width)
         self._buffer = torch.zeros(shape, dtype=weights.dtype, device=weights.device)
 
-    def on_residual(self, layer: int, h: Tensor) -> None:
-        if layer in self._layers:
-            self._buffer[self._layers.index(layer), : len(h)].copy_(h)
+    def wants(self, site: str, layer: int) -> bool:
+        return site == "resid" and layer in self._layers
 
-    def on_attended(self, layer: int, h: Tensor) -> None:
-        pass
+    def __call__(self, site: str, layer: int, x: Tensor) -> None:
+        self._buffer[self._layers.index(layer), : len(x)].copy_(x)
 
     def on_queries(self, layer: int, qkv: Tensor) -> None:
         pass

@@ -116,14 +116,15 @@ def _buffer_widths(weights: Weights) -> dict[str, int]:
     return widths
 
 
-class LayerObserver(Protocol):
-    """Receives intermediate values while the layers run."""
+class LayerHooks(Protocol):
+    """Changes and reads intermediate values while the model runs."""
 
-    def on_residual(self, layer: int, h: Tensor) -> None:
-        """Called with the residual stream before each layer, and once after the last."""
+    def wants(self, site: str, layer: int) -> bool:
+        """Whether to call it with the values of a site (`interventions.SITES`; "resid" is the
+        residual stream before a layer, or after the last)."""
 
-    def on_attended(self, layer: int, h: Tensor) -> None:
-        """Called with the residual stream between attention and feed-forward."""
+    def __call__(self, site: str, layer: int, x: Tensor) -> None:
+        """Read the values [rows, width] of a site, or change them in place."""
 
     def on_queries(self, layer: int, qkv: Tensor) -> None:
         """Called with queries after RoPE, once the layer's keys are in the KV cache."""
@@ -315,7 +316,7 @@ class ModelRunner:
         max_context: int,
         single_tokens: bool,
         has_adapters: bool = False,
-        observer: LayerObserver | None = None,
+        hooks: LayerHooks | None = None,
     ) -> None:
         """Run the first `count` rows.
 
@@ -349,9 +350,9 @@ class ModelRunner:
             )  # fmt: skip
 
         # First kernel of a step: no PDL.
-        self.embed(ops, inputs.tokens, inputs.positions, inputs.updates)
-        self.layers(ops, attend, recur, self._expert_scratch, observer)
-        self.head(ops, logits)
+        self.embed(ops, inputs.tokens, inputs.positions, inputs.updates, hooks)
+        self.layers(ops, attend, recur, self._expert_scratch, hooks)
+        self.head(ops, logits, hooks=hooks)
 
     # -- shared by decode and prefill ------------------------------------------------------------
 
@@ -361,48 +362,93 @@ class ModelRunner:
         attend: Attend,
         recur: Recur,
         scratch: ExpertScratch,
-        observer: LayerObserver | None = None,
+        hooks: LayerHooks | None = None,
     ) -> None:
         """Run all layers, from embeddings to the last residual."""
         for number, layer in enumerate(self.weights.layers):
-            if observer:
-                observer.on_residual(number, ops.residual())
-            mixed = self._mix(ops, number, layer, attend, recur, observer)
-            fed: FeedOutput | None = None
+            if hooks and hooks.wants("resid", number):
+                hooks("resid", number, ops.residual())
+            mixed = self._mix(ops, number, layer, attend, recur, hooks)
+            fed: PartOutput | None = None
             if layer.feed is not None and self.weights.config.parallel:  # reads the layer's input
                 fed = self._feed(ops, layer.feed, layer.feed_norm, scratch)
             if layer.mixer is not None and mixed is not None:
-                ops.add_product(layer.mixer.out, mixed, layer.attention_post_norm)
-            if observer:
-                observer.on_attended(number, ops.residual())
+                site = "attn_out" if isinstance(layer.mixer, AttentionWeights) else "recurrent_out"
+                attended = PartOutput(mixed, layer.mixer.out)
+                self._add(ops, attended, layer.attention_post_norm, 1.0, hooks, site, number)
+            if hooks and hooks.wants("resid_mid", number):
+                hooks("resid_mid", number, ops.residual())
             if layer.feed is not None and fed is None:
                 fed = self._feed(ops, layer.feed, layer.feed_norm, scratch)
             scale = 1.0 if layer.token_input is not None else layer.scale  # with the last addition
-            if fed is not None and fed.down is not None:
-                ops.add_product(fed.down, fed.x, layer.feed_post_norm, scale)
-            elif fed is not None:
-                ops.add(fed.x, layer.feed_post_norm, fed.shared, scale)
+            if fed is not None:
+                self._add(ops, fed, layer.feed_post_norm, scale, hooks, "mlp_out", number)
             if layer.token_input is not None:
                 self._add_token_input(ops, number, layer.token_input, layer.scale)
-        if observer:
-            observer.on_residual(len(self.weights.layers), ops.residual())
+        if hooks and hooks.wants("resid", len(self.weights.layers)):
+            hooks("resid", len(self.weights.layers), ops.residual())
 
-    def head(self, ops: LayerOps, logits: Tensor, rows: Tensor | None = None) -> None:
+    def _add(
+        self,
+        ops: LayerOps,
+        part: PartOutput,
+        post: NormWeights | None,
+        scale: float,
+        hooks: LayerHooks | None,
+        site: str,
+        layer: int,
+    ) -> None:
+        """Add the output of a layer's part to the residual stream, then multiply it by `scale`."""
+        if not (hooks and hooks.wants(site, layer)):
+            if part.down is not None:
+                ops.add_product(part.down, part.x, post, scale)
+            else:
+                ops.add(part.x, post, part.shared, scale)
+            return
+        h, config, delta = ops.residual(), self.weights.config, part.x
+        if part.down is not None:
+            delta = ops.buffers.view("attention", part.down.rows)
+            ops.multiply(part.down, part.x, delta)
+        if part.shared is not None:
+            delta += part.shared
+        if config.norm_sums:
+            hooks(site, layer, delta)
+            ops.add(delta, post, scale=scale)
+            return
+        if post is not None:
+            self.add_norm(delta, norm=post, out=delta)
+        if config.residual_scale != 1:
+            delta *= config.residual_scale
+        hooks(site, layer, delta)
+        self.add_norm(h, delta, out=h, scale=scale, added_scale=1.0)
+
+    def head(
+        self,
+        ops: LayerOps,
+        logits: Tensor,
+        rows: Tensor | None = None,
+        hooks: LayerHooks | None = None,
+    ) -> None:
         """Logits of the last residual, at these rows only if given."""
         weights, config = self.weights, self.weights.config
         transform = weights.transform
-        if transform is None and rows is None:
+        is_norm_hooked = hooks is not None and hooks.wants("final_norm", 0)
+        if transform is None and rows is None and not is_norm_hooked:
             ops.project(weights.head, weights.norm, logits)
         else:
             x = ops.residual() if transform is None else self._transformed(ops, transform)
             x = x if rows is None else x[rows]
-            normed = ops.buffers.x[: len(x)]
+            normed = ops.buffers.x if rows is None else x
             self.add_norm(x, norm=weights.norm, out=normed)
+            if hooks and is_norm_hooked:
+                hooks("final_norm", 0, normed)
             ops.multiply(weights.head, normed, logits)
         if config.logit_scale != 1:
             logits.mul_(config.logit_scale)
         if config.logit_softcap:
             logits.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap)
+        if hooks and hooks.wants("logits", 0):
+            hooks("logits", 0, logits)
 
     def _transformed(self, ops: LayerOps, transform: TransformWeights) -> Tensor:
         """The dense layer before the last norm."""
@@ -419,19 +465,19 @@ class ModelRunner:
         layer: LayerWeights,
         attend: Attend,
         recur: Recur,
-        observer: LayerObserver | None,
+        hooks: LayerHooks | None,
     ) -> Tensor | None:
         """Run attention or a recurrence, up to the output projection."""
         mixer = layer.mixer
         if mixer is None:
-            if observer:
-                observer.recurrent_stats(number, 0)
+            if hooks:
+                hooks.recurrent_stats(number, 0)
             return None
         mixed = ops.buffers.view("mixed", mixer.out.columns)
         if isinstance(mixer, RecurrentWeights):
             projected = ops.buffers.view("projected", mixer.projection.rows)
             ops.project(mixer.projection, layer.attention_norm, projected)
-            stats = observer.recurrent_stats(number, len(mixed)) if observer else None
+            stats = hooks.recurrent_stats(number, len(mixed)) if hooks else None
             recur(number, projected, mixed, stats)
             return mixed
         shape = self.attention_layers[number]
@@ -440,10 +486,12 @@ class ModelRunner:
         ops.project(mixer.qkv, layer.attention_norm, qkv, early=number > 0)
         self._norm_qk(qkv, mixer, shape)
         attend(number, qkv, mixed)
-        if observer:
-            observer.on_queries(number, qkv)
+        if hooks:
+            hooks.on_queries(number, qkv)
         if shape.gated:
             self.multiply_gate(mixed, qkv[:, shape.gate_at :], mixed, "sigmoid")
+        if hooks and hooks.wants("head_out", number):
+            hooks("head_out", number, mixed)
         return mixed
 
     def _feed(
@@ -452,18 +500,18 @@ class ModelRunner:
         feed: FeedWeights,
         norm: NormWeights | None,
         scratch: ExpertScratch,
-    ) -> FeedOutput:
+    ) -> PartOutput:
         """Run a feed-forward, up to the output projection of a dense one."""
         dense, experts, config = feed.dense, feed.experts, self.weights.config
         if experts is None:
             assert dense is not None
-            return FeedOutput(ops.glu(dense, norm), dense.down)
+            return PartOutput(ops.glu(dense, norm), dense.down)
         if feed.parallel is not None:
             return self._dense_and_experts(ops, feed, scratch)
         out, x = ops.buffers.view("feed", config.width), ops.normed(norm)
         run_experts(x, experts, config, out, scratch, pdl=self.pdl, exact=self.exact)
         if dense is None:
-            return FeedOutput(out)
+            return PartOutput(out)
         inner, shared = ops.glu(dense, None, x), ops.buffers.view("shared", config.width)
         if feed.shared_gate is not None:  # scales the input of `down` instead of its output
             row_kernels.scale_by_gate[(len(x),)](
@@ -472,11 +520,11 @@ class ModelRunner:
                 launch_pdl=self.pdl,
             )  # fmt: skip
         ops.multiply(dense.down, inner, shared)
-        return FeedOutput(out, shared=shared)
+        return PartOutput(out, shared=shared)
 
     def _dense_and_experts(
         self, ops: LayerOps, feed: FeedWeights, scratch: ExpertScratch
-    ) -> FeedOutput:
+    ) -> PartOutput:
         """A dense feed-forward and experts in parallel, each with its own norms."""
         dense, experts, norms, config = feed.dense, feed.experts, feed.parallel, self.weights.config
         assert dense is not None and experts is not None and norms is not None
@@ -490,7 +538,7 @@ class ModelRunner:
         )  # fmt: skip
         self.add_norm(out, norm=norms.dense_post, out=out)
         self.add_norm(out, expert_out, post=norms.experts_post, out=out, added_scale=1.0)
-        return FeedOutput(out)
+        return PartOutput(out)
 
     def _add_token_input(
         self, ops: LayerOps, number: int, weights: TokenInputWeights, scale: float
@@ -505,7 +553,14 @@ class ModelRunner:
 
     # -- single launches -----------------------------------------------------------------------
 
-    def embed(self, ops: LayerOps, tokens: Tensor, positions: Tensor, updates: Tensor) -> None:
+    def embed(
+        self,
+        ops: LayerOps,
+        tokens: Tensor,
+        positions: Tensor,
+        updates: Tensor,
+        hooks: LayerHooks | None = None,
+    ) -> None:
         """Embed tokens, picks of the previous step included; apply block table updates."""
         weights, config, inputs, h = self.weights, self.weights.config, self.inputs, ops.buffers.h
         embed, position_embed = weights.embed, self._position_embed
@@ -521,6 +576,8 @@ class ModelRunner:
         )  # fmt: skip
         if weights.embed_norm is not None:
             self.add_norm(h, norm=weights.embed_norm, out=h)
+        if hooks and hooks.wants("embedding", 0):
+            hooks("embedding", 0, h)
         if weights.token_inputs is not None:
             self._embed_token_inputs(weights.token_inputs, ops, tokens)
 
@@ -619,8 +676,9 @@ class ModelRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class FeedOutput:
-    """Output of a feed-forward: `x`, or down · x; plus that of a shared expert."""
+class PartOutput:
+    """Output of attention, a recurrence or a feed-forward: `x`, or down · x; plus that of a shared
+    expert."""
 
     x: Tensor
     down: WeightMatrix | None = None
@@ -737,14 +795,14 @@ class PrefillRunner:
         logits_rows = to_device(logits_index, device)
         return PrefillBatch(tokens, rows, tiles, states, logits_rows, adapters)
 
-    def run(self, prefill: PrefillBatch, observer: LayerObserver | None = None) -> Tensor:
+    def run(self, prefill: PrefillBatch, hooks: LayerHooks | None = None) -> Tensor:
         """Run the model; return logits [requested, vocabulary]."""
         runner = self._runner
         weights, inputs, pages = runner.weights, runner.inputs, runner.pages
         a = ActivationBuffers(weights, len(prefill.tokens))
         adapt, adapt_head = self._adapters_for(prefill)
         ops = LayerOps(runner, a, adapt)
-        runner.embed(ops, prefill.tokens, prefill.rows.positions, inputs.no_updates)
+        runner.embed(ops, prefill.tokens, prefill.rows.positions, inputs.no_updates, hooks)
 
         def attend(layer: int, qkv: Tensor, out: Tensor) -> None:
             shape = runner.attention_layers[layer]
@@ -763,12 +821,12 @@ class PrefillRunner:
             )  # fmt: skip
 
         scratch = ExpertScratch.for_tokens(a.rows, weights.config, weights)
-        runner.layers(ops, attend, recur, scratch, observer)
+        runner.layers(ops, attend, recur, scratch, hooks)
         shape = (len(prefill.logits_index), weights.config.vocab_size)
         logits = torch.empty(shape, dtype=weights.dtype, device=weights.device)
         if len(logits):
             ops.adapt = adapt_head
-            runner.head(ops, logits, prefill.logits_index)
+            runner.head(ops, logits, prefill.logits_index, hooks)
         return logits
 
     def _adapters_for(self, prefill: PrefillBatch) -> tuple[Adapt | None, Adapt | None]:

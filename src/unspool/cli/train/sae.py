@@ -28,6 +28,9 @@ def sae(
     batch: Annotated[int, typer.Option(help="Activations in a batch.")] = 1024,
     rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     length: Annotated[int, typer.Option(help="Tokens of a text.")] = 128,
+    num_eval: Annotated[
+        int, typer.Option("--eval", help="Texts at the start that are held out, to measure on.")
+    ] = 64,
     field: s.Field = None,
     seed: s.Seed = 0,
     as_json: o.Json = False,
@@ -36,7 +39,7 @@ def sae(
 ) -> None:
     """Train a TopK sparse autoencoder on the activations of a model.
 
-    The folder has SAELens' format. Rerun the same command to resume. At the end it prints what 64
+    The folder has SAELens' format. Rerun the same command to resume. At the end it prints what
     held-out texts show: the fraction of variance unexplained (FVU), active features of a token
     (L0), dead features, and the loss of the model with the reconstruction in place.
 
@@ -64,6 +67,7 @@ def sae(
         batch=batch,
         rate=rate,
         length=length,
+        num_eval=num_eval,
         seed=seed,
     )
     latest: list[SaeProgress] = []

@@ -6,10 +6,10 @@ import {
 } from "./actions.js";
 import { api } from "./api.js";
 import { rebuildOnLoss, saveSessionOnChanges } from "./library/sessions.js";
-import { html, Lazy, listenForDrops, render, storage, useChanges, useEffect, useRef, useState } from "./lib.js";
+import { html, isNarrow, Lazy, listenForDrops, render, storage, useChanges, useEffect, useRef, useState } from "./lib.js";
 import { ModelNotice, restoreModel, shortName } from "./models.js";
 import { followAddress, hrefOf, restoreTab, saveTabOnChanges } from "./navigation.js";
-import { changed, currentBranch, state } from "./state.js";
+import { changed, currentBranch, on, state } from "./state.js";
 import { isTab } from "./tab/client.js";
 import { missingViews, PANELS, PLACES, viewNamed, viewsOf } from "./views.js";
 import { clearSpan, selectSpan } from "./write/edits.js";
@@ -39,7 +39,14 @@ function App() {
       : html`<${Lazy} file="./model_dialog.js" name="ModelDialog" close=${close} />`)}
     ${dialog === "keys" && html`<${KeysDialog} close=${close} />`}
     ${dialog === "help" && html`<${HelpDialog} close=${close} />`}
-    <${Lazy} file="./tour.js" name="Tour" quiet />`;
+    <${TourPlace} />`;
+}
+
+/** The tour; its code is loaded when it starts. */
+function TourPlace() {
+  const [isStarted, setStarted] = useState(false);
+  useEffect(() => on("tour", () => setStarted(true)), []);
+  return isStarted && html`<${Lazy} file="./tour.js" name="Tour" quiet />`;
 }
 
 /** A link to a view; a plain click shows it without loading the page again. */
@@ -226,6 +233,10 @@ function rewriteSelection() {
 
 /** Clear the span, or the selected token with its panel; false if there is neither. */
 function clearSelection() {
+  if (state.library && isNarrow()) { // it is over the text
+    toggleLibrary(false);
+    return true;
+  }
   if (clearSpan()) return true;
   if (state.selected === null && !state.sheet) return false;
   selectToken(null);

@@ -12,11 +12,13 @@ const QUESTION = "Why do leaves change color in fall?";
 const TOUR_SETTINGS = { seed: 7, max_tokens: 48 };
 const TOUR_SPEED = 15;
 
+/** `uses`: where the user can try what a step says; an action elsewhere ends the tour. */
 const STEPS = [
   {
     title: "Text becomes tokens",
     says: "A model reads and writes tokens: pieces of text from a fixed vocabulary, each with an id. Type anything to see its tokens.",
     target: ".tk-list",
+    uses: ".tokens-view",
     act() {
       openView("tokenizer");
     },
@@ -32,6 +34,7 @@ const STEPS = [
     title: "Candidate tokens",
     says: "At each position the model gives every token a probability. Click a candidate to continue with it.",
     target: "#side-panel",
+    uses: "#side-panel",
     async act(tour) {
       await showText(tour);
       await selectUnlikely(tour);
@@ -42,6 +45,7 @@ const STEPS = [
     title: "Sampling",
     says: "Settings decide which candidates remain; a random number samples one of them. Move the temperature and watch the outcome.",
     target: ".step-settings",
+    uses: "#side-panel",
     async act(tour) {
       await showText(tour);
       await selectUnlikely(tour);
@@ -85,6 +89,7 @@ const STEPS = [
     title: "Costs",
     says: "Each token takes about the same time, because keys and values of earlier tokens are cached. Turn the KV cache off to compare.",
     target: ".costs",
+    uses: ".costs",
     async act(tour) {
       await showText(tour);
       openView("text");
@@ -275,8 +280,8 @@ function Card({ tour: now }) {
   useEffect(() => {
     const moves = { ArrowRight: () => !isLast && forward(), ArrowLeft: () => now.at > 0 && back(), Escape: leave };
     const onInput = (event) => {
-      const inside = card.current?.contains(event.target);
-      const isFree = inside || event.target === document.body;
+      const inside = card.current?.contains(event.target) || (step.uses && event.target.closest?.(step.uses));
+      const isFree = card.current?.contains(event.target) || event.target === document.body;
       if (event.type === "keydown" && (event.key === "Escape" || (isFree && moves[event.key]))) {
         event.preventDefault();
         event.stopPropagation();

@@ -129,7 +129,7 @@ export function stepIndex(branch, at, name) {
   return at >= 0 ? at : length + at;
 }
 
-/** The first steps, as a text that can go on. */
+/** The first steps, as a text that can be resumed. */
 export const rewound = (branch, length) => branch.steps.slice(0, length).map(
   (step) => (step.finish_reason === null ? step : { ...step, finish_reason: null }));
 

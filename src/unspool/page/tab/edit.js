@@ -55,10 +55,10 @@ function splice({ engine, encode }, tokens, first, last, text, isCanonical) {
   let [low, high] = [first, last];
   while (low && !isControl(low - 1)) low -= 1;
   while (high < tokens.length && !isControl(high)) high += 1;
-  const found = spliceTokens(tokens.slice(low, first), text, tokens.slice(last, high), {
+  const change = spliceTokens(tokens.slice(low, first), text, tokens.slice(last, high), {
     encode: (words) => [...encode.call({ engine }, words)], bytes: (id) => promptBytes(engine, id), isCanonical,
   });
-  return { first: low + found.left, tokens: found.tokens, last: high - found.right };
+  return { first: low + change.numLeft, tokens: change.tokens, last: high - change.numRight };
 }
 
 // -- the prompt ---------------------------------------------------------------------------------------

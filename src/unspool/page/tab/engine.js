@@ -207,7 +207,7 @@ class Branch {
     return this.extend(ids, Infinity);
   }
 
-  /** Add tokens and compute at most `maxTokens`. Returns the logits after the last token, null if some are left. */
+  /** Add tokens and compute at most `maxTokens`. Returns the logits after the last token, null if some are not computed yet. */
   extend(ids, maxTokens) {
     const { engine } = this;
     const { context, config } = engine.model;
@@ -218,15 +218,15 @@ class Branch {
     if (unknown !== undefined) throw new TabError("unsupported_setting", `Token ${unknown} is not in the vocabulary.`);
     this.tokens.push(...ids);
     if (this.length === 0) throw new TabError("unsupported_setting", "The text has no tokens.");
-    let left = maxTokens;
+    let budget = maxTokens;
     let logits = null;
-    while (this.computed < this.length && left > 0) {
-      const count = Math.min(MAX_BATCH, left, this.length - this.computed);
+    while (this.computed < this.length && budget > 0) {
+      const count = Math.min(MAX_BATCH, budget, this.length - this.computed);
       const end = this.computed + count;
       this.prepareWriting(end);
       const view = engine.model.run(this.tokens.slice(this.computed, end), this.computed, this.pages, { wantsLogits: end === this.length });
       this.computed = end;
-      left -= count;
+      budget -= count;
       logits = view?.slice() ?? null;
     }
     return this.computed < this.length ? null : logits ?? this.logits();
@@ -280,20 +280,21 @@ class Branch {
   }
 
   /** What the model computed at a token: attention [layers][heads][index + 1], the residual stream
-   * [layers + 1][width], the same between attention and feed-forward [layers][width], and with `lens` the most likely tokens that the head reads from each layer. */
+   * [layers + 1][width], the same between attention and feed-forward [layers][width], and with `lens` the most
+   * likely tokens that the head reads from each layer. */
   look(index, { lens = 0 } = {}) {
     const { engine } = this;
     if (!Number.isInteger(index) || index < 0 || index >= this.length) {
       throw new TabError("unsupported_setting", `The token must be from 0 to ${this.length - 1}, got ${index}.`);
     }
     if (this.computed <= index) this.append([]);
-    const seen = engine.model.look(this.tokens[index], index, this.pages);
+    const inside = engine.model.look(this.tokens[index], index, this.pages);
     const { width, layers } = engine.model.config;
     if (lens > 0) {
-      seen.lens = Array.from({ length: layers + 1 }, (_, n) => (
-        engine.top(engine.model.head(seen.hidden.subarray(n * width, (n + 1) * width)).slice(), lens)
+      inside.lens = Array.from({ length: layers + 1 }, (_, n) => (
+        engine.top(engine.model.head(inside.hidden.subarray(n * width, (n + 1) * width)).slice(), lens)
       ));
     }
-    return seen;
+    return inside;
   }
 }

@@ -40,7 +40,10 @@ export function lookJson(engine, computed, logits, tokens, position, { include =
     json.tokens = tokens.slice(0, past).map((id, at) => ({ id, text: readableToken(engine, id, partialOf(engine, tokens.slice(0, at))) }));
     json.attention = attentionJson(attention, { layers, heads: numHeads, past }, { heads, layer, head });
   }
-  if (parts.includes("lens")) json.lens = lensJson(engine, hidden, position, target ?? followed, top, partial);
+  if (parts.includes("lens")) {
+    json.lens = lensJson(engine, hidden, position, target ?? followed, top, partial);
+    json.lenses = ["logit"];
+  }
   if (parts.includes("vectors")) {
     json.vectors = vectorsJson(hidden, width);
     json.position_told = positionJson(engine.model.config.rope, position);
@@ -100,7 +103,7 @@ function lensJson(engine, hidden, position, token, top, partial) {
     const candidates = engine.top(logits, top).map((candidate) => ({ ...candidate, text: readableToken(engine, candidate.token, partial) }));
     return { layer, probability: Math.exp(logprob), logprob, rank, entropy, candidates };
   });
-  return { position, token, text: readableToken(engine, token, partial), layers };
+  return { position, token, text: readableToken(engine, token, partial), layers, kind: "logit" };
 }
 
 /** The residual stream, quantized for a picture: a number is its cell times the scale of the row. */

@@ -6,7 +6,7 @@ import { TYPES } from "./gguf.js";
 
 export const PAGE_TOKENS = 16; // tokens of a page of the KV cache
 const MAX_BATCH = 128; // tokens of one run
-const CHUNK = 1 << 20; // bytes of a tensor that are read at once
+const CHUNK = 1 << 20; // bytes of a tensor that one read returns, about
 
 // -- settings ---------------------------------------------------------------------------------------
 

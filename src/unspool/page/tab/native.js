@@ -43,7 +43,7 @@ function systemCalls(memoryOf) {
       throw new TabError("memory", "There is not enough memory for this model in the browser.");
     },
   };
-  return new Proxy(calls, { get: (known, name) => known[name] ?? (() => 0) });
+  return new Proxy(calls, { get: (target, name) => target[name] ?? (() => 0) });
 }
 
 const ALIGNMENT = 64;

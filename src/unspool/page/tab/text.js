@@ -2,6 +2,8 @@
 //
 // The same as unspool/text/tokenizer: stream.py, pieces.py and splice.py.
 
+import { readable as readableAlone } from "./tokenizer.js";
+
 const utf8 = new TextEncoder();
 const strict = () => new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 
@@ -55,26 +57,7 @@ export function readable(bytes, partial = []) {
     const head = decodeStrictly([...partial, ...bytes.slice(0, missing)]);
     if (head !== null) return head + readable(bytes.slice(missing));
   }
-  const whole = decodeStrictly(bytes);
-  if (whole !== null) return whole;
-  let text = "";
-  let invalid = [];
-  const flush = () => {
-    if (invalid.length) text += `⟨${invalid.map((byte) => byte.toString(16).padStart(2, "0").toUpperCase()).join(" ")}⟩`;
-    invalid = [];
-  };
-  for (let at = 0; at < bytes.length;) {
-    const size = lengthOf(bytes[at]);
-    const character = size ? decodeStrictly(bytes.slice(at, at + size)) : null;
-    if (character === null || at + size > bytes.length) invalid.push(bytes[at++]);
-    else {
-      flush();
-      text += character;
-      at += size;
-    }
-  }
-  flush();
-  return text;
+  return readableAlone(Uint8Array.from(bytes));
 }
 
 /** Turns the bytes of tokens into text, and ends at the first stop string. */
@@ -129,8 +112,8 @@ const REACH = 64; // tokens on each side that are encoded with the new text
 const sumsOf = (parts) => parts.reduce((sums, { length }) => [...sums, sums.at(-1) + length], [0]);
 
 /**
- * The tokens for `text` between two runs of tokens: `{left, tokens, right}`; `left` and `right` are how many of these
- * stay. `isCanonical`: the run gets the tokens of encoding it as one text.
+ * The tokens for `text` between two runs of tokens: `{numLeft, tokens, numRight}`: how many of these tokens
+ * stay on each side. `isCanonical`: the run gets the tokens of encoding it as one text.
  */
 export function spliceTokens(leftIds, text, rightIds, { encode, bytes, isCanonical }) {
   let first = isCanonical ? 0 : Math.max(0, leftIds.length - REACH);
@@ -142,29 +125,30 @@ export function spliceTokens(leftIds, text, rightIds, { encode, bytes, isCanonic
     before = before.slice(1);
   }
   const after = rightIds.slice(0, last).map(bytes);
-  const alone = () => ({ left: leftIds.length, tokens: text ? encode(text) : [], right: rightIds.length });
+  const alone = () => ({ numLeft: leftIds.length, tokens: text ? encode(text) : [], numRight: rightIds.length });
   const joined = decodeStrictly(joinBytes([...before, bytesOf(text), ...after]));
   if (joined === null) return alone(); // tokens that are no text
   const ids = joined ? encode(joined) : [];
   const edges = sumsOf(ids.map(bytes));
   if (edges.at(-1) !== bytesOf(joined).length) return alone(); // the tokenizer normalizes the text
   if (isCanonical) {
-    const left = numCommon(leftIds, ids);
-    const right = numCommon(rightIds.toReversed(), ids.slice(left).toReversed());
-    return { left, tokens: ids.slice(left, ids.length - right), right };
+    const numLeft = numCommon(leftIds, ids);
+    const numRight = numCommon(rightIds.toReversed(), ids.slice(numLeft).toReversed());
+    return { numLeft, tokens: ids.slice(numLeft, ids.length - numRight), numRight };
   }
   const leftEnds = sumsOf(before);
-  let left = before.length;
-  while (!edges.includes(leftEnds[left])) left -= 1;
+  let numKept = before.length;
+  while (!edges.includes(leftEnds[numKept])) numKept -= 1;
   const start = leftEnds.at(-1) + bytesOf(text).length;
   const rightStarts = sumsOf(after).map((at) => start + at);
   const dropped = rightStarts.findIndex((at) => edges.includes(at));
-  const tokens = ids.slice(edges.indexOf(leftEnds[left]), edges.indexOf(rightStarts[dropped]));
-  return { left: first + left, tokens, right: rightIds.length - dropped };
+  const tokens = ids.slice(edges.indexOf(leftEnds[numKept]), edges.indexOf(rightStarts[dropped]));
+  return { numLeft: first + numKept, tokens, numRight: rightIds.length - dropped };
 }
 
-function numCommon(some, others) {
-  let same = 0;
-  while (same < Math.min(some.length, others.length) && some[same] === others[same]) same += 1;
-  return same;
+/** How many first items two lists share. */
+export function numCommon(some, others) {
+  let count = 0;
+  while (count < Math.min(some.length, others.length) && some[count] === others[count]) count += 1;
+  return count;
 }

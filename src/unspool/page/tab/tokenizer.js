@@ -25,7 +25,7 @@ const SPLITS = {
 const WHOLE_WORDS = new Set(["llama-bpe"]); // a word that is a token is not merged
 const ADDS_BOS = new Set(["llama-bpe"]);
 
-// No vocabulary uses these as ordinary text, so they are control tokens whatever the file says.
+// No vocabulary uses these as ordinary text, so they are control tokens even if the file does not say so.
 const END_TEXTS = [
   "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|fim_pad|>",
   "<|fim_repo|>", "<|repo_name|>", "<|file_sep|>",
@@ -89,9 +89,24 @@ export class Tokenizer {
   }
 
   encodePlain(text) {
+    return this.splitWords(text).flatMap((word) => this.encodeWord(word));
+  }
+
+  splitWords(text) {
     let words = text ? [text] : [];
     for (const pattern of this.splits) words = words.flatMap((word) => splitBy(word, pattern));
-    return words.flatMap((word) => this.encodeWord(word));
+    return words;
+  }
+
+  /** The merges that turn a text into tokens, word by word: `{start, merges: [{rank, position, pieces}], ids}`. */
+  mergeSteps(text) {
+    const readable = (pieces) => pieces.map((piece) => new TextDecoder().decode(Uint8Array.from([...piece], (character) => BYTES.get(character))));
+    return this.splitWords(text).map((word) => {
+      const start = [...encoder.encode(word)].map((byte) => CHARACTERS[byte]);
+      const merges = [];
+      this.merge(start, (rank, position, pieces) => merges.push({ rank, position, pieces: readable(pieces) }));
+      return { start: readable(start), merges, ids: this.encodeWord(word) };
+    });
   }
 
   encodeWord(word) {
@@ -104,10 +119,10 @@ export class Tokenizer {
     return ids;
   }
 
-  /** Merge the pair of neighbours with the best rank, leftmost first, while there is one. */
-  merge(pieces) {
-    const whole = pieces.join("");
-    if (this.usesWholeWords && this.isText(whole)) return [whole];
+  /** Merge the pair of neighbours with the best rank, leftmost first, while there is one; `report` gets each merge. */
+  merge(pieces, report = () => {}) {
+    const word = pieces.join("");
+    if (this.usesWholeWords && this.isText(word)) return [word];
     const parts = pieces.filter((piece) => this.isText(piece));
     const rankAt = (n) => {
       const rank = this.ranks.get(`${parts[n]} ${parts[n + 1]}`);
@@ -118,10 +133,12 @@ export class Tokenizer {
       let best = 0;
       for (let n = 1; n < ranks.length; n++) if (ranks[n] < ranks[best]) best = n;
       if (ranks[best] === Infinity) break;
+      const rank = ranks[best];
       parts.splice(best, 2, parts[best] + parts[best + 1]);
       ranks.splice(best, 1);
       if (best < ranks.length) ranks[best] = rankAt(best);
       if (best > 0) ranks[best - 1] = rankAt(best - 1);
+      report(rank, best, parts);
     }
     return parts;
   }

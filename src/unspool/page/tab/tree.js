@@ -7,7 +7,7 @@ import {
 } from "./branches.js";
 import { editText } from "./edit.js";
 import { lookJson } from "./look.js";
-import { incompleteUtf8, joinBytes, readable } from "./text.js";
+import { incompleteUtf8, joinBytes, numCommon, readable } from "./text.js";
 
 const SLICE = 32; // prompt tokens that are computed before the worker reads its messages again
 const LONG_PROMPT = 256; // tokens to compute, from which on there are events for their progress
@@ -31,7 +31,7 @@ class ComputedTexts {
     this.branches = []; // of the engine, the last used at the end
   }
 
-  /** Append tokens to a branch of the engine; if the pages do not suffice, drop the oldest text and go on. */
+  /** Append tokens to a branch of the engine; if the pages do not suffice, drop the oldest text and continue. */
   append(branch, tokens) {
     const end = branch.length + tokens.length;
     for (;;) {
@@ -49,10 +49,8 @@ class ComputedTexts {
     let best = null;
     let shared = 0;
     for (const branch of this.branches) {
-      let same = 0;
-      const most = Math.min(branch.length, tokens.length);
-      while (same < most && branch.tokens[same] === tokens[same]) same += 1;
-      if (same > shared) [best, shared] = [branch, same];
+      const common = numCommon(branch.tokens, tokens);
+      if (common > shared) [best, shared] = [branch, common];
     }
     return { branch: best ? best.fork(shared) : this.engine.branch(), reused: shared };
   }
@@ -401,7 +399,7 @@ export class Tree {
     const control = { isStopped: false, pace: body.pace ?? null };
     const writings = targets.map((target, number) => new Writing(this, target, { ...settings, sample: settings.sample + number }, max, control));
     if (count > 1) this.add(...targets);
-    for (const { branch: target, settings: own } of writings) Object.assign(target, { settings: own, max_tokens: body.max_tokens ?? target.max_tokens });
+    for (const { branch: target, settings: sampled } of writings) Object.assign(target, { settings: sampled, max_tokens: body.max_tokens ?? target.max_tokens });
     try {
       for (const writing of writings) yield* writing.start();
       let due = performance.now();
@@ -459,13 +457,13 @@ export class Tree {
     const sampled = engine.step(logits, samplingOf(settings), { history: before, promptLength, position, sample: settings.sample, top: settings.top });
     const partial = partialOf(engine, before);
     const named = partial.length > 0;
-    const text = (token, known) => (named || engine.isSpecial(token) ? readableToken(engine, token, partial) : known);
+    const textAfter = (token, text) => (named || engine.isSpecial(token) ? readableToken(engine, token, partial) : text);
     return {
       index: position - promptLength, position, token: sampled.token, piece: readableToken(engine, sampled.token, partial), text: "",
       bytes: [...textBytes(engine, sampled.token)], logprob: sampled.logprob, rank: sampled.rank, entropy: sampled.entropy,
       probability: sampled.probability, draw: sampled.draw,
-      candidates: sampled.candidates.map((candidate) => ({ ...candidate, text: text(candidate.token, candidate.text) })),
-      stages: settings.trace ? sampled.stages.map((stage) => ({ ...stage, top: stage.top.map(([token, chance, known]) => [token, chance, text(token, known)]) })) : [],
+      candidates: sampled.candidates.map((candidate) => ({ ...candidate, text: textAfter(candidate.token, candidate.text) })),
+      stages: settings.trace ? sampled.stages.map((stage) => ({ ...stage, top: stage.top.map(([token, chance, text]) => [token, chance, textAfter(token, text)]) })) : [],
       seconds: 0, finish_reason: null, draft: null, retracts: 0, chosen: false,
     };
   }
@@ -679,15 +677,15 @@ class Writing {
     const { branch, tree } = this;
     const before = branch.steps;
     const { stream, steps } = redecode(tree.engine, rewound(branch, before.length), this.settings.stop, false);
-    const same = steps.findIndex((step, at) => step.text !== before[at].text);
+    const firstNew = steps.findIndex((step, at) => step.text !== before[at].text);
     setSteps(branch, steps);
     branch.writing = this;
     this.stream = stream;
     this.last = performance.now();
     yield this.event("branch", { data: this.json() });
-    if (same < 0) return;
-    yield this.event("rewind", { to: same, taken: before.length - same });
-    for (const step of steps.slice(same)) yield this.event("step", step);
+    if (firstNew < 0) return;
+    yield this.event("rewind", { to: firstNew, taken: before.length - firstNew });
+    for (const step of steps.slice(firstNew)) yield this.event("step", step);
   }
 
   * tryEnd(reason) {

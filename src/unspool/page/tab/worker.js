@@ -193,11 +193,12 @@ function called(handler, method, { pathname }) {
 
 function tokenize({ content = null, prompt = null, add_special: addStart = false, parse_special: special = true, with_pieces: withPieces = false, merges = false, vocabulary = null }) {
   const { engine } = tree;
-  if (merges || vocabulary !== null) throw badRequest("Merges and other vocabularies need a server", merges ? "merges" : "vocabulary", "needs_server");
+  if (vocabulary !== null) throw badRequest("other vocabularies need a server", "vocabulary", "needs_server");
   const text = content ?? prompt;
   if (typeof text !== "string") throw badRequest("content must be a text in the browser tab", "content");
   const ids = [...engine.tokenize(text, { special, bos: content === null || addStart })];
   const reply = { tokens: ids, count: ids.length, max_model_len: engine.info.context };
+  if (merges) reply.words = engine.tokenizer.mergeSteps(text);
   if (!withPieces) return reply;
   const pieces = tree.pieces(ids);
   reply.tokens = pieces.map(({ id, bytes }) => ({ id, piece: decodeStrictly(bytes) ?? bytes }));

@@ -19,7 +19,7 @@ from unspool.server.http.errors import bad_request
 from unspool.server.runtime.schema import HiddenStates
 from unspool.session import Session
 
-MAX_NUMBERS = 1 << 23  # of the arrays of one response
+MAX_NUMBERS = 1 << 22  # of the arrays of one response
 PARAMETER = "unspool.return.hidden_states"
 _DTYPES: dict[str, Any] = {"float32": "<f4", "float16": "<f2"}
 

@@ -16,12 +16,8 @@ const char* unspool_available_isas() { return available_isa_names(); }
 const char* unspool_compiler() { return kernels().compiler; }
 
 void* unspool_model_new(const ModelSpec* spec) {
-    UNSPOOL_TRY {
-        return new Model(*spec);
-    }
-    UNSPOOL_ON_BAD_ALLOC {
-        return nullptr;
-    }
+    UNSPOOL_TRY { return new Model(*spec); }
+    UNSPOOL_ON_BAD_ALLOC { return nullptr; }
 }
 
 void unspool_model_free(void* model) { delete static_cast<Model*>(model); }
@@ -80,9 +76,7 @@ int32_t unspool_multiply(const Matrix* matrix, const float* rows, int64_t count,
             status = unspool_run_head(&model, rows, count, 0, out);
         return status;
     }
-    UNSPOOL_ON_BAD_ALLOC {
-        return kOutOfMemory;
-    }
+    UNSPOOL_ON_BAD_ALLOC { return kOutOfMemory; }
 }
 
 namespace {

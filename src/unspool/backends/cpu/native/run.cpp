@@ -268,9 +268,7 @@ int32_t Model::run(const KvCache& kv, const RopeTable* rotary, const Batch& batc
                 rows[at] = static_cast<int32_t>(row);
         run.row_of = rows;
     }
-    UNSPOOL_ON_BAD_ALLOC {
-        return kOutOfMemory;
-    }
+    UNSPOOL_ON_BAD_ALLOC { return kOutOfMemory; }
     run.buffers = buffers.data();
     if (vectors != nullptr) {
         const Buffer& input = buffers[spec.ops[first_op].source];

@@ -42,7 +42,13 @@ export function Library() {
     setDeleted(null);
     refresh();
   });
-  return html`<section class="library panel" aria-label="Library">
+  const onKey = (event) => {
+    if (event.key !== "Escape") return;
+    event.stopPropagation();
+    toggleLibrary(false);
+    document.getElementById("library-button")?.focus();
+  };
+  return html`<section class="library panel" aria-label="Library" onKeyDown=${onKey}>
     <div class="row spread"><h2>Library</h2>
       <button type="button" class="button tiny plain" aria-label="Close the library" onClick=${() => toggleLibrary(false)}>×</button></div>
     <input class="field" type="search" id="library-search" value=${query} placeholder="Search"

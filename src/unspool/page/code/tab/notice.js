@@ -71,7 +71,7 @@ export function TabModelDialog({ close }) {
     <p class="quiet small">Another GGUF file of the Llama family can take its place: choose or drop a file, or give its address.
       It stays in this browser. ${SERVER_ONLY}</p>
     <form class="row" onSubmit=${open}><${FilePicker} />
-      <input class="field grow" type="url" aria-label="Address of a GGUF file" placeholder="https://…/model.gguf" value=${address}
+      <input class="field grow" type="url" aria-label="Address of a GGUF file" placeholder="address of a .gguf file" value=${address}
         onInput=${(event) => setAddress(event.target.value)} /><button class="button" disabled=${!address}>Load</button></form></div>
     <form method="dialog"><button class="button">Close</button></form>
   </dialog>`;

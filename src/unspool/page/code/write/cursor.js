@@ -1,7 +1,7 @@
 // Generating at the cursor: continue there, and continuations as ghost text to step through and accept.
 
 import { attempt, CANDIDATES, pauseWriting, pushUndo, resumeWriting, setCurrent } from "../actions.js";
-import { api } from "../api.js";
+import { api, ApiError } from "../api.js";
 import { requestSettings } from "../settings.js";
 import { adopt, changed, currentBranch, promptLength, state, textLength } from "../state.js";
 import { caretPosition, commit, placeAt, textBetween, typeText } from "./document.js";
@@ -28,7 +28,7 @@ function messageAt(branch, position) {
     if (range && range[0] <= position && position <= range[1]) return { role, number, first: range[0], last: range[1] };
   }
   const turn = (branch.turns ?? []).find(({ start, end }) => shift + start < position && position < shift + end);
-  if (position < shift || turn) throw new Error("The caret is in the chat template. Put it in a message or an answer.");
+  if (position < shift || turn) throw new ApiError(400, "The caret is in the chat template. Put it in a message or an answer.");
   return null;
 }
 
@@ -45,6 +45,7 @@ async function cutAt(branch, { position, head }) {
 async function cutForAnswer(branch, { position, head }) {
   const message = messageAt(branch, position);
   if (!message) return cutAt(branch, { position, head });
+  if (message.role === "system") throw new ApiError(400, "The model does not answer a system message. Put the caret in another message or an answer.");
   if (message.role !== "assistant") return edit(branch.id, { first: position, last: message.last, text: head, after: "drop" });
   // An answer in the prompt becomes the start of what is generated.
   const { model, session, prompt } = branch;

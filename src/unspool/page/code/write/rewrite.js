@@ -1,7 +1,7 @@
 // Rewriting a selected span, and proposed edits of a whole text. Every edit makes a new branch; the old text stays.
 
 import { attempt, clearFault, pauseWriting, pushUndo, setCurrent, setFault, shorten } from "../actions.js";
-import { api } from "../api.js";
+import { api, ApiError } from "../api.js";
 import {
   clamp, html, nats, percent, plural, useChanges, useEffect, useLayoutEffect, useRef, useState,
 } from "../lib.js";
@@ -117,7 +117,7 @@ async function rewriteByInstruction(branch, { first, last }, instruction) {
   const [lead, tail] = [/^\s*/.exec(old)[0], /\s*$/.exec(old.trimStart())[0]];
   const texts = new Set(choices.map(({ message }) => message.content.trim()).filter(Boolean));
   const candidates = [...texts].map((words) => ({ new: words, first, last, text: lead + words + tail, score: null, probability: null, now: false }));
-  if (!candidates.length) throw new Error("The model gave no text; try another instruction.");
+  if (!candidates.length) throw new ApiError(400, "The model gave no text; try another instruction.");
   return { by: "instruction", old: old.trim(), candidates };
 }
 

@@ -20,7 +20,7 @@ export function WriteView() {
     <section class="paper" aria-label="The text">
       <${Toolbar} />
       <${OtherModelNote} />
-      <${Lazy} file="./steer/chips.js" name="SteerNote" quiet />
+      <${Steered} />
       <${Text} />
       <${Revision} />
       <${Fault} />
@@ -30,6 +30,12 @@ export function WriteView() {
     </section>
     <${SidePanel} />
   </div>`;
+}
+
+/** What changes the model in this text; most texts have nothing. */
+function Steered() {
+  useChanges("current", "branches");
+  return currentBranch()?.settings?.interventions?.length > 0 && html`<${Lazy} file="./steer/chips.js" name="SteerNote" quiet />`;
 }
 
 // -- toolbar ------------------------------------------------------------------------------------
@@ -125,8 +131,13 @@ export function Pane() {
 function mountRewrite(box) {
   const place = document.createElement("div");
   box.append(place);
-  render(html`<${Lazy} file="./write/rewrite.js" name="RewritePopup" quiet />`, place);
+  render(html`<${SelectedSpan} />`, place);
   return () => render(null, place);
+}
+
+function SelectedSpan() {
+  useChanges("span", "current");
+  return state.span && html`<${Lazy} file="./write/rewrite.js" name="RewritePopup" quiet />`;
 }
 
 /** Request proposed edits; they are listed below the text and marked in it. */

@@ -47,25 +47,31 @@ constexpr const char* kCompiler = __VERSION__;  // begins with "Clang" or "Apple
 constexpr const char* kCompiler = "GCC " __VERSION__;
 #endif
 
+#if defined(ISA_wasm)  // less code to download: the browser's engine refuses models that need these
+#define UNSPOOL_RARE(name) nullptr
+#else
+#define UNSPOOL_RARE(name) UNSPOOL_SHARED::name
+#endif
+
 extern const Kernels table;
 const Kernels table = {UNSPOOL_NAME(ISA),
                        kCompiler,
                        UNSPOOL_SHARED::embed,
                        UNSPOOL_SHARED::norm,
                        linear,
-                       UNSPOOL_SHARED::lora,
+                       UNSPOOL_RARE(lora),
                        UNSPOOL_SHARED::rope,
                        UNSPOOL_SHARED::attention,
-                       UNSPOOL_SHARED::route,
-                       UNSPOOL_SHARED::combine,
+                       UNSPOOL_RARE(route),
+                       UNSPOOL_RARE(combine),
                        UNSPOOL_SHARED::gather,
                        UNSPOOL_SHARED::softcap,
                        UNSPOOL_SHARED::activate,
                        UNSPOOL_SHARED::scale,
                        UNSPOOL_SHARED::gate,
-                       UNSPOOL_SHARED::conv,
-                       UNSPOOL_SHARED::delta,
-                       UNSPOOL_SHARED::mamba,
+                       UNSPOOL_RARE(conv),
+                       UNSPOOL_RARE(delta),
+                       UNSPOOL_RARE(mamba),
                        UNSPOOL_SHARED::stash,
                        UNSPOOL_SHARED::site,
                        UNSPOOL_SHARED::peak,

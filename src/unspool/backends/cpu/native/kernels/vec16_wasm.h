@@ -55,7 +55,8 @@ inline UNSPOOL_NOINLINE void fma_each(const F32x16& a, const F32x16& b, F32x16& 
 // In doubles the product is exact, and the sum is rounded to 53 bits. Rounding that to a float
 // rounds twice, which differs only where the first result lies in the middle between two floats:
 // then its low 29 bits are a one and zeros. Floats below 2^-126 have fewer bits. Both are rare.
-inline UNSPOOL_NOINLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+// Not inlined: it would make the library twice as large.
+inline UNSPOOL_NOINLINE F32x16 fma(const F32x16& a, const F32x16& b, const F32x16& c) {
     F32x16 out;
     v128_t is_rare = wasm_i64x2_const_splat(0);
     const v128_t low_bits = wasm_i64x2_const_splat((int64_t{1} << 29) - 1);
@@ -75,8 +76,8 @@ inline UNSPOOL_NOINLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
         out.v[i] = wasm_i64x2_shuffle(sum_of(a.v[i], b.v[i], c.v[i]),
                                       sum_of(high(a.v[i]), high(b.v[i]), high(c.v[i])), 0, 2);
     if (__builtin_expect(wasm_v128_any_true(is_rare), 0)) {
-        fma_each(a, b, c);
-        return c;
+        out = c;
+        fma_each(a, b, out);
     }
     return out;
 }
@@ -96,9 +97,7 @@ UNSPOOL_INLINE F32x16 round16(F32x16 a) {
 UNSPOOL_INLINE F32x16 where_less(F32x16 a, F32x16 b, F32x16 yes, F32x16 no) {
     UNSPOOL_EACH(F32x16, wasm_v128_bitselect(yes.v[i], no.v[i], wasm_f32x4_lt(a.v[i], b.v[i])));
 }
-UNSPOOL_INLINE F32x16 to_float(I32x16 a) {
-    UNSPOOL_EACH(F32x16, wasm_f32x4_convert_i32x4(a.v[i]));
-}
+UNSPOOL_INLINE F32x16 to_float(I32x16 a) { UNSPOOL_EACH(F32x16, wasm_f32x4_convert_i32x4(a.v[i])); }
 UNSPOOL_INLINE I32x16 load_words_i8(const int8_t* p) {
     const v128_t low = wasm_i16x8_load8x8(p), high = wasm_i16x8_load8x8(p + 8);
     return {{wasm_i32x4_extend_low_i16x8(low), wasm_i32x4_extend_high_i16x8(low),
@@ -137,9 +136,10 @@ UNSPOOL_INLINE F32x16 load_half(const uint16_t* p) {
 // p * 2^n, n an integer within the range of a float.
 UNSPOOL_INLINE F32x16 scale_by_power(F32x16 p, F32x16 n) {
     const v128_t bias = wasm_i32x4_const_splat(127);
-    UNSPOOL_EACH(F32x16, wasm_f32x4_mul(
-                             p.v[i], wasm_i32x4_shl(wasm_i32x4_add(wasm_i32x4_trunc_sat_f32x4(
-                                                                       n.v[i]), bias), 23)));
+    UNSPOOL_EACH(
+        F32x16,
+        wasm_f32x4_mul(
+            p.v[i], wasm_i32x4_shl(wasm_i32x4_add(wasm_i32x4_trunc_sat_f32x4(n.v[i]), bias), 23)));
 }
 
 UNSPOOL_INLINE void store(float* p, F32x16 a) {
@@ -230,12 +230,11 @@ UNSPOOL_INLINE Pairs pairs_of(const int8_t* a) {
 UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
     const Pairs a = pairs_of(four);
     const v128_t mask = wasm_i16x8_const_splat(255);
-    UNSPOOL_EACH(I32x16,
-                 wasm_i32x4_add(total.v[i],
-                                wasm_i32x4_add(wasm_i32x4_dot_i16x8(wasm_v128_and(w.v[i], mask),
-                                                                    a.even),
-                                               wasm_i32x4_dot_i16x8(wasm_u16x8_shr(w.v[i], 8),
-                                                                    a.odd))));
+    UNSPOOL_EACH(
+        I32x16,
+        wasm_i32x4_add(total.v[i],
+                       wasm_i32x4_add(wasm_i32x4_dot_i16x8(wasm_v128_and(w.v[i], mask), a.even),
+                                      wasm_i32x4_dot_i16x8(wasm_u16x8_shr(w.v[i], 8), a.odd))));
 }
 // The same for weights below 64.
 UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
@@ -250,12 +249,13 @@ UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
 constexpr bool kSignedDot = true;
 UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
     const Pairs a = pairs_of(four);
-    const auto even = [](v128_t x) UNSPOOL_LAMBDA { return wasm_i16x8_shr(wasm_i16x8_shl(x, 8), 8); };
-    UNSPOOL_EACH(I32x16,
-                 wasm_i32x4_add(total.v[i],
-                                wasm_i32x4_add(wasm_i32x4_dot_i16x8(even(w.v[i]), a.even),
-                                               wasm_i32x4_dot_i16x8(wasm_i16x8_shr(w.v[i], 8),
-                                                                    a.odd))));
+    const auto even = [](v128_t x)
+                          UNSPOOL_LAMBDA { return wasm_i16x8_shr(wasm_i16x8_shl(x, 8), 8); };
+    UNSPOOL_EACH(
+        I32x16,
+        wasm_i32x4_add(total.v[i],
+                       wasm_i32x4_add(wasm_i32x4_dot_i16x8(even(w.v[i]), a.even),
+                                      wasm_i32x4_dot_i16x8(wasm_i16x8_shr(w.v[i], 8), a.odd))));
 }
 #undef UNSPOOL_EACH
 constexpr int kRowsPerPass = 2;  // rows of activations that share a block's weights
