@@ -167,12 +167,10 @@ def lenses_table(results: dict[str, Any], selection: str) -> str:
                 row["site"],
                 str(row["cells"]),
                 f"{row['correlation']:.2f}",
-                f"{row['exact_s']:.2f}",
-                f"{row['approximate_s']:.2f}",
             ]
             for row in results["gradients"]
         ]
-        return table(["text", "site", "cells", "correlation", "exact, s", "estimate, s"], rows)
+        return table(["clean text", "site", "cells", "correlation"], rows)
     names = list(results["kl"])
     last = len(results["kl"][names[0]]) - 1
     rows = []

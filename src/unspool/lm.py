@@ -952,8 +952,8 @@ class LanguageModel(Session):
                  sampled or, at the end of a text, the most likely one.
         top      number of candidates of each layer.
         full_vocabulary   also return every layer's log-probabilities of the whole vocabulary.
-        lens     "logit", the name of a loaded lens ("tuned" and "jacobian" come with the default
-                 model), or a result of `fit_lens`.
+        lens     "logit", the name of a loaded lens ("tuned" comes with the default model), or a
+                 result of `fit_lens`.
         """
         from unspool.lens.logit_lens import logit_lens
 

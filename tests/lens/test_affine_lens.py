@@ -15,6 +15,7 @@ from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.lens.activations import get_activations
 from unspool.lens.affine_lens import AffineLens, load_lens
 from unspool.lens.logit_lens import logit_lens
+from unspool.sampling import log_softmax
 
 RNG = np.random.default_rng(3)
 TEXTS = [RNG.integers(3, 259, 40).tolist() for _ in range(12)]
@@ -216,3 +217,19 @@ def test_damaged_files(tmp_path: Path, tuned):
     path.write_bytes(content[:-4])
     with pytest.raises(ModelFileError, match="truncated"):
         load_lens(path)
+
+
+@pytest.mark.real
+def test_the_default_model_has_a_tuned_lens(real_lm: Any):
+    lens = real_lm.lenses["tuned"]
+    lens.check_model(real_lm.config.layers, real_lm.config.width, real_lm.model.fingerprint())
+    activations = get_activations(
+        real_lm, "The capital of Germany is Berlin. The capital of France"
+    )
+    results = [
+        logit_lens(real_lm, activations, lens=lens, full_vocabulary=True).logprobs[20:25]
+        for lens in (None, lens)
+    ]
+    final = log_softmax(activations.logits[None])[0].astype(np.float64)
+    plain, translated = ((np.exp(final) * (final - result)).sum(-1) for result in results)
+    assert (translated < plain).all()

@@ -326,8 +326,8 @@ def test_branches_of_all_replicas_the_newest_first():
     assert merged["next"] is None
     page = merge_branches(lists, 2)
     assert [branch["id"] for branch in page["data"]] == ["c", "b"] and page["next"] == "2:b"
-    more = json.dumps({"data": first, "next": "1:a"}).encode()
-    assert merge_branches([more, lists[1]], 3)["next"] == "1:a"
+    longer = json.dumps({"data": first, "next": "1:a"}).encode()
+    assert merge_branches([longer, lists[1]], 3)["next"] == "1:a"
 
 
 def test_an_unknown_name_in_the_configuration_is_refused():

@@ -40,6 +40,7 @@ from unspool.backends.cuda.attention import (
     store_keys,
 )
 from unspool.backends.cuda.experts import ExpertScratch, run_experts
+from unspool.backends.cuda.interventions import RowChanges, VectorPool
 from unspool.backends.cuda.kernels.canvas import exclude_tokens, measure_rows
 from unspool.backends.cuda.load import load_weights
 from unspool.backends.cuda.matmul import (
@@ -54,6 +55,7 @@ from unspool.backends.cuda.matmul import (
 )
 from unspool.backends.cuda.recurrent import recur
 from unspool.backends.cuda.weights import PlainMatrix
+from unspool.backends.interventions import Add, Intervention, StepInterventions
 
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
@@ -190,6 +192,15 @@ def canvas_details(dtype: torch.dtype) -> None:
     measure_rows[(4,)](logits, 3000, canvas, numbers, numbers, 3000, BLOCK=2048)
 
 
+def changed(dtype: torch.dtype, width: int) -> None:
+    config = shape(width=width, layers=1)
+    pool = VectorPool(torch.device("cpu"))
+    rows = RowChanges(config, pool, pdl=True)
+    item = Intervention("resid_post", Add(np.ones(width)))
+    rows.set(StepInterventions((item,), np.array([[0, 2, 0, 0]])), np.arange(2), 2)
+    rows.apply("resid", 1, torch.zeros(2, width, dtype=dtype))
+
+
 if __name__ == "__main__":
     JITFunction.__getitem__ = compile_instead  # type: ignore[method-assign]
     use_gpu_tiles()
@@ -223,4 +234,6 @@ if __name__ == "__main__":
         adapted(dtype, rank)
     for dtype in (torch.bfloat16, torch.float32):
         canvas_details(dtype)
+        changed(dtype, 576)
+    changed(torch.bfloat16, 9000)
     print(*sorted(compiled))

@@ -48,7 +48,7 @@ def sites_of(shape: ModelConfig) -> list[tuple[str, int]]:
 def run(
     running: Any, lengths: list[int], steered: list[Any], look: Any = None, num_first: int = 0
 ) -> Any:
-    """Logits of texts of these lengths, read at once, or the first tokens of each before that."""
+    """Logits of texts of these lengths, read in one step, or after their first tokens."""
     library = Library(PAGES, running.vocab_size)
     texts, observed, logits = [library.text(length) for length in lengths], None, []
     counts = [lengths] if not num_first else [[num_first] * len(lengths)]
