@@ -43,8 +43,8 @@ ORDER: dict[str, dict[str, list[str]]] = {
         ],
         "Inspect and change": [
             "get-logprobs", "hidden-states", "steer", "rewind-and-fork", "save-and-replay",
-            "keep-your-texts", "tokenize-text", "measure-costs", "use-the-page", "run-in-a-browser-tab",
-            "use-in-a-notebook",
+            "keep-your-texts", "tokenize-text", "measure-costs", "use-the-page",
+            "run-in-a-browser-tab", "use-in-a-notebook",
         ],
         "Serve": [
             "use-openai-clients", "use-ollama-and-anthropic-clients", "use-llama-cpp-clients",
