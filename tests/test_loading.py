@@ -245,7 +245,7 @@ for file in root.rglob('*.py'):
     name = '.'.join(('unspool', *file.relative_to(root).with_suffix('').parts))
     torches = ('unspool.backends.torch.', 'unspool.backends.cuda.', 'unspool.model.layers.',
                'unspool.decoding.speculative.head', 'unspool.decoding.speculative.eagle',
-               'unspool.decoding.speculative.mtp', 'unspool.train.')
+               'unspool.decoding.speculative.mtp', 'unspool.lens.differentiable', 'unspool.train.')
     # The server and the page read runs, whatever can train them.
     without = ('unspool.train.data.', 'unspool.train.running.runs', 'unspool.train.puzzle_routes',
                'unspool.train.evaluation.bits_per_byte', 'unspool.train.evaluation.sample_sheet')
