@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture
 def view(page: Page) -> Locator:
     result = open_view(page, "Cost report")
-    expect(result.get_by_label("confidence")).to_be_visible()
+    expect(result.get_by_label("calibration")).to_be_visible()
     return result
 
 

@@ -65,7 +65,7 @@ def test_a_model_is_picked_and_what_was_written_stays_with_its_own(
     page.locator("#model").click()
     dialog = page.get_by_role("dialog", name="Models on this machine")
     other = dialog.locator("[data-model='org/other']")
-    expect(dialog.locator("[data-model='smollm']")).to_contain_text("in use")
+    expect(dialog.locator("[data-model='smollm']")).to_contain_text("In use")
     expect(other).to_contain_text("98 MB · Ollama")
     expect(dialog.locator("[data-model='org/unknown']")).to_contain_text("1.2 GB")
     expect(dialog.get_by_role("button", name="Use huge")).to_be_disabled()
@@ -74,7 +74,7 @@ def test_a_model_is_picked_and_what_was_written_stays_with_its_own(
     expect(other.get_by_role("status")).to_contain_text("Loading 98 MB")
     expect(page.locator("#model")).to_contain_text("loading")
     several.may_load.set()
-    expect(other).to_contain_text("in use")
+    expect(other).to_contain_text("In use")
     dialog.get_by_role("button", name="Close").click()
     expect(page.locator("#model")).to_contain_text("other")
     assert "model=org%2Fother" in page.url

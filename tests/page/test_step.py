@@ -79,6 +79,7 @@ def test_pointing_at_a_token_tells_about_it_and_a_click_keeps_it(
 
     tokens(page).first.click()
     step = branch(page)["steps"][0]
+    expect(panel.locator(".step-token")).to_have_text(step["piece"].replace(" ", "␣"))
     rows = panel.locator(".candidate")
     expect(rows).to_have_count(12)
     for row, item in zip(rows.all(), step["candidates"], strict=True):
