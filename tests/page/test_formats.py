@@ -233,7 +233,7 @@ def clear(page: Page) -> None:
     address = address_of(page)
     # Neither the tab nor the address names a text: the page would ask for it, and get 404.
     page.evaluate("() => { Storage.prototype.setItem = () => {}; sessionStorage.clear(); }")
-    page.goto("about:blank")  # what it still asks for would be gone
+    page.goto(f"{address}/v1/models")  # what the page still asks for would be gone
     for reply in page.request.get(f"{address}/v1/tree").json()["data"]:
         page.request.delete(f"{address}/v1/tree/{reply['id']}")
     page.goto(f"{address}/")
