@@ -433,7 +433,7 @@ export async function showBranch(id) {
 
 /** Delete a branch on the server, also when the page closes. */
 export function deleteOnServer(id) {
-  api.deleteLater(`/v1/tree/${id}`);
+  api.sendLater("DELETE", `/v1/tree/${id}`);
 }
 
 // -- branches that views create: dropped when they are no longer shown, unless the user did something with them

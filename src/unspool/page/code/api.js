@@ -20,6 +20,7 @@ export class ApiError extends Error {
 
 const NO_ANSWER = "The server does not answer. Is it still running?";
 const KEY = "unspool.key";
+const MAX_KEEPALIVE_CHARS = 20_000; // browsers allow 64 KB in all
 const started = new Map(); // branch -> promise that its resume request was answered
 
 function storedKey() {
@@ -50,10 +51,13 @@ export const api = {
   patch: (path, body = {}, options) => requestJson("PATCH", path, body, options),
   delete: (path, options) => requestJson("DELETE", path, undefined, options),
 
-  /** Delete without waiting; the request is finished when the page closes. */
-  deleteLater(path) {
+  /** Send without waiting; the request is finished when the page closes. */
+  sendLater(method, path, value) {
     const headers = this.key ? { authorization: `Bearer ${this.key}` } : {};
-    send(path, { method: "DELETE", headers, keepalive: true }).catch(() => {});
+    const body = value === undefined ? undefined : JSON.stringify(value, wellFormed);
+    if (body !== undefined) headers["content-type"] = "application/json";
+    const keepalive = (body?.length ?? 0) < MAX_KEEPALIVE_CHARS;
+    send(path, { method, headers, body, keepalive }).catch(() => {});
   },
 
   /** Yield events as they arrive: `{event, data, id}`. POST if there is a body. */

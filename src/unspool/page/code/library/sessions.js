@@ -82,7 +82,8 @@ const MAX_VIEW_CHARS = 200_000; // with more, the settings of earlier runs are l
 export function saveSessionOnChanges() {
   let timer = 0;
   let saved = "";
-  const save = () => {
+  const save = (isClosing = false) => {
+    clearTimeout(timer);
     timer = 0;
     const { session, current, selected } = state;
     const branch = state.branches.get(current);
@@ -93,9 +94,11 @@ export function saveSessionOnChanges() {
     const text = JSON.stringify([session, view]);
     if (text === saved) return;
     saved = text;
+    if (isClosing) return api.sendLater("PATCH", pathOf(session), { view });
     updateSession(session, { view }).catch(() => { saved = ""; }); // offline: saved with the next change
   };
   for (const topic of ["current", "selection", "writing", "history", "parts"]) on(topic, () => { timer ||= setTimeout(save, SAVE_MS); });
+  addEventListener("pagehide", () => timer && save(true), { capture: true });
   on("current", () => {
     const session = state.branches.get(state.current)?.session;
     if (session) state.session = session;
