@@ -35,14 +35,16 @@ def story(page: Page) -> Page:
 
 
 def put_caret(page: Page, words: str) -> None:
-    """After these words, which are in one token."""
+    """After these words, which are in one token, once they are drawn."""
     code = """(words) => {
         const all = [...document.querySelectorAll("#text .t")];
         const token = all.find((t) => t.textContent.endsWith(words));
+        if (!token) return false;
         token.closest(".tokens").focus();
         document.getSelection().collapse(token.firstChild, token.textContent.length);
+        return true;
     }"""
-    page.evaluate(code, words)
+    page.wait_for_function(code, arg=words)
 
 
 def settled(page: Page) -> None:
