@@ -11,11 +11,13 @@ in the file of --out.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import platform
 import time
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,8 +50,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the results to this file")
     parser.add_argument("--most", type=int, default=200, help="texts of each file")
     parser.add_argument("--jacobian", type=int, default=50, help="of these, for the Jacobian lens")
+    parser.add_argument("--probes", type=int, default=4, help="backward passes for each text")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="lenses to fit")
     parser.add_argument("--rank", type=int, default=64, help="of the lenses")
+    parser.add_argument(
+        "--folder", type=Path, default=LENSES, help="for the lenses that fit writes"
+    )
+    parser.add_argument("--also", nargs="*", default=(), type=Path, help="other lenses to compare")
     options = parser.parse_args()
     if options.what == "figure":
         results = json.loads((options.out or DATA).read_text(encoding="utf-8"))
@@ -57,8 +64,8 @@ def main() -> None:
         return
     texts = [list(islice(read_corpus(path), options.most)) for path in options.texts]
     results = {
-        "fit": lambda: fit(texts, options.kinds, options.jacobian, options.rank),
-        "compare": lambda: compare([text for file in texts for text in file]),
+        "fit": lambda: fit(texts, options),
+        "compare": lambda: compare([text for file in texts for text in file], options.also),
         "gradients": gradients,
     }[options.what]()
     facts = {
@@ -73,21 +80,23 @@ def main() -> None:
         options.out.write_text(text + "\n", encoding="utf-8")
 
 
-def fit(texts: list[list[Any]], kinds: list[Any], num_jacobian: int, rank: int) -> dict[str, Any]:
+def fit(texts: list[list[Any]], options: argparse.Namespace) -> dict[str, Any]:
     """Fit lenses; the Jacobian lens to the first texts of each file."""
-    LENSES.mkdir(exist_ok=True)
+    options.folder.mkdir(exist_ok=True)
     written = {}
-    for kind in kinds:
+    for kind in options.kinds:
         is_jacobian = kind == "jacobian"
-        most = num_jacobian if is_jacobian else None
+        most = options.jacobian if is_jacobian else None
+        chosen = [text for file in texts for text in file[:most]]
         with unspool.load(backend="torch" if is_jacobian else "auto") as lm:
-            started = time.perf_counter()
-            lens = lm.fit_lens([t for file in texts for t in file[:most]], kind=kind, rank=rank)
-            path = LENSES / f"{kind}.safetensors"
+            started, started_cpu = time.perf_counter(), time.process_time()
+            lens = lm.fit_lens(chosen, kind=kind, rank=options.rank, probes=options.probes)
+            path = options.folder / f"{kind}.safetensors"
             lens.save(path)
             written[kind] = {
                 "tokens": lens.num_tokens,
                 "seconds": round(time.perf_counter() - started),
+                "cpu_seconds": round(time.process_time() - started_cpu),
                 "bytes": path.stat().st_size,
                 "rank": lens.rank,
             }
@@ -95,9 +104,11 @@ def fit(texts: list[list[Any]], kinds: list[Any], num_jacobian: int, rank: int) 
     return {"lenses": written}
 
 
-def compare(texts: list[Any]) -> dict[str, Any]:
+def compare(texts: list[Any], other_lenses: Sequence[Path]) -> dict[str, Any]:
     """Mean KL divergence of each layer's prediction from the final one, in nats."""
     with unspool.load() as lm:
+        for path in other_lenses:
+            lm.load_lens(path, name=path.as_posix())
         last = lm.config.layers - 1
         prompts = [lm.prompt_ids(text, longer=True)[:128] for text in texts]
         caches = activation_caches(lm, prompts, sites=("resid_pre", f"resid_post.{last}"))

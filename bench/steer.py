@@ -7,6 +7,8 @@ With `--cpu-time` one thread is used and the processor's time is measured, which
 less.
 Steered rows add one vector to the residual stream after every layer; with `--mixed`, each row has
 other interventions, at several sites.
+With `--unused`, all steps are plain, and the second model has an execution plan without the
+operations that change and read values: the difference is what they cost when nothing uses them.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 import unspool
+from unspool.backends.cpu.plan import PlanParts
 
 
 def interventions_of(lm: Any, row: int, *, mixed: bool) -> tuple[Any, ...]:
@@ -67,6 +71,37 @@ def measure(
     return statistics.median(times[0]), statistics.median(times[1] or [0.0])
 
 
+def load_without_sites(path: str, threads: int | None) -> Any:
+    """Load a model whose plan has no operations that change or read values."""
+
+    def only_number(build: Any, site: str, layer: int = 0, **_: Any) -> None:
+        build.plan.sites.setdefault((site, layer), len(build.plan.sites))
+
+    with patch.object(PlanParts, "site", only_number):
+        lm = unspool.load(path, threads=threads)
+    operations = lm.model.plan.operations
+    assert all(operation.kind not in ("site", "stash") for operation in operations)
+    return lm
+
+
+def measure_unused(
+    lms: list[Any], rows: int, turns: int, clock: Callable[[], float]
+) -> tuple[list[float], float]:
+    """Median milliseconds of a step of each model, and the median ratio of neighbouring steps."""
+    prompt = list(range(50, 82))
+    groups = [[lm.engine.open([row + 1, *prompt]) for row in range(rows)] for lm in lms]
+    times: list[list[float]] = [[], []]
+    for turn in range(turns + 3):
+        for number in (0, 1) if turn % 2 else (1, 0):
+            ms = step_ms(lms[number], groups[number], clock)
+            if turn >= 3:
+                times[number].append(ms)
+    for branch in [*groups[0], *groups[1]]:
+        branch.release()
+    ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
+    return [statistics.median(series) for series in times], ratio
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
@@ -75,10 +110,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--plain", action="store_true", help="only plain steps")
     parser.add_argument("--mixed", action="store_true", help="other interventions in each row")
+    parser.add_argument("--unused", action="store_true", help="plans with and without sites")
     parser.add_argument("--cpu-time", action="store_true", help="of one thread; not seconds")
     options = parser.parse_args()
-    lm = unspool.load(options.model, threads=1 if options.cpu_time else options.threads)
+    threads = 1 if options.cpu_time else options.threads
+    lm = unspool.load(options.model, threads=threads)
     clock = time.process_time if options.cpu_time else time.perf_counter
+    if options.unused:
+        lms = [lm, load_without_sites(options.model, threads)]
+        for rows in options.rows:
+            (present, absent), ratio = measure_unused(lms, rows, options.turns, clock)
+            print(f"{rows:>3} rows: {present:8.3f} ms, without {absent:8.3f} ms ({ratio - 1:+.2%})")
+        return
     for rows in options.rows:
         plain, steered = measure(
             lm, rows, options.turns, clock, steered=not options.plain, mixed=options.mixed

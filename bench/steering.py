@@ -277,39 +277,55 @@ def draw(rows: list[dict[str, Any]]) -> str:
 
 # -- patch
 
-CLEAN, CORRUPTED = "The capital of Italy is", "The capital of France is"
+PAIRS = (
+    ("The capital of Italy is", "The capital of France is"),
+    (
+        "Italy is an old country in Europe. Its capital is the city of",
+        "France is an old country in Europe. Its capital is the city of",
+    ),
+)
 ANSWER, OTHER = " Rome", " Paris"
+WARM_UP = ("The colour of the sky is", "The colour of the grass is")
 
 
 def patch() -> dict[str, Any]:
-    """Time of a sweep over layers and positions, and of the same with hooks on transformers."""
-    results: dict[str, Any] = {"clean": CLEAN, "corrupted": CORRUPTED}
-    with unspool.load() as lm:
-        ids = [list(lm.prompt_ids(text)) for text in (CLEAN, CORRUPTED)]
-        tokens = [lm.single_token(text) for text in (ANSWER, OTHER)]
-        path = lm.path
-        lm.patch(*ids, answer=tokens[0], other=tokens[1], layers=[0], progress=False)  # warm
-        started = time.perf_counter()
-        sweep = lm.patch(*ids, answer=tokens[0], other=tokens[1], progress=False)
-        results["unspool_s"] = time.perf_counter() - started
-        results["runs"] = len(sweep.cells)
-    started_values = sweep.values
-    values, seconds = _patch_with_hooks(path, ids, tokens)
-    results["transformers_s"] = seconds
-    results["ratio"] = seconds / results["unspool_s"]
-    results["largest_difference"] = float(np.abs(values - started_values).max())
-    results["largest_value"] = float(np.abs(values).max())
-    return results
-
-
-def _patch_with_hooks(path: Path, ids: list[list[int]], tokens: list[int]) -> tuple[Any, float]:
-    """The same sweep with forward hooks: every layer and position, one forward pass each."""
+    """Time of sweeps over layers and positions, and of the same with hooks on transformers."""
     import torch
     import transformers
 
+    rows = []
+    with unspool.load() as lm:
+        answer, other = (lm.single_token(text) for text in (ANSWER, OTHER))
+        path = lm.path
+        lm.patch(*WARM_UP, answer=answer, other=other, layers=[0], progress=False)
+        for texts in PAIRS:
+            ids = [list(lm.prompt_ids(text)) for text in texts]
+            started = time.perf_counter()
+            sweep = lm.patch(*ids, answer=answer, other=other, progress=False)
+            seconds = time.perf_counter() - started
+            rows.append(
+                {"ids": ids, "values": sweep.values, "cells": len(sweep.cells), "seconds": seconds}
+            )
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     ).eval()
+    for row in rows:
+        hooked, seconds = _patch_with_hooks(model, row.pop("ids"), [answer, other])
+        values, ours = row.pop("values"), row["seconds"]
+        row |= {
+            "tokens": values.shape[1],
+            "transformers_seconds": seconds,
+            "ratio": seconds / ours,
+            "largest_difference": float(np.abs(hooked - values).max()),
+            "largest_value": float(np.abs(hooked).max()),
+        }
+    return {"sweeps": rows}
+
+
+def _patch_with_hooks(model: Any, ids: list[list[int]], tokens: list[int]) -> tuple[Any, float]:
+    """The same sweep with forward hooks: every layer and position, one forward pass each."""
+    import torch
+
     clean, corrupted = (torch.tensor([row]) for row in ids)
     layers = model.model.layers
     first = next(n for n, (a, b) in enumerate(zip(*ids, strict=True)) if a != b)
@@ -319,7 +335,6 @@ def _patch_with_hooks(path: Path, ids: list[list[int]], tokens: list[int]) -> tu
 
     with torch.no_grad():
         started = time.perf_counter()
-        saved = model(clean, output_hidden_states=True).hidden_states
         values = np.full((len(layers), len(ids[0])), gap(model(corrupted).logits))
         after: list[Any] = []
         handles = [
@@ -345,7 +360,6 @@ def _patch_with_hooks(path: Path, ids: list[list[int]], tokens: list[int]) -> tu
                 values[number, position] = gap(model(corrupted, logits_to_keep=1).logits)
                 handle.remove()
         seconds = time.perf_counter() - started
-    assert len(saved) == len(layers) + 1
     return values, seconds
 
 

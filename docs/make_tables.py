@@ -145,7 +145,21 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def steering_table(results: dict[str, Any], selection: str) -> str:
-    """Effect of one steering vector at each strength (bench/steering.py effect)."""
+    """Effect of one steering vector (bench/steering.py effect), or times of sweeps (patch)."""
+    if selection == "patch":
+        rows = [
+            [
+                str(row["tokens"]),
+                str(row["cells"]),
+                f"{row['seconds']:.2f}",
+                f"{row['transformers_seconds']:.1f}",
+                f"**{row['ratio']:.0f}x**",
+                f"{row['largest_difference']:.2f} of {row['largest_value']:.1f}",
+            ]
+            for row in results["sweeps"]
+        ]
+        header = ["tokens", "cells", "Unspool, s", "hooks, s", "ratio", "largest difference"]
+        return table(header, rows)
     head = "| strength | preference, nats a token | tokens of an answer | perplexity | answer |"
     lines = [head, "|---|---|---|---|---|"]
     for row in results["effects"]:

@@ -220,16 +220,17 @@ def test_damaged_files(tmp_path: Path, tuned):
 
 
 @pytest.mark.real
-def test_the_default_model_has_a_tuned_lens(real_lm: Any):
-    lens = real_lm.lenses["tuned"]
+@pytest.mark.parametrize("name", ["tuned", "jacobian"])
+def test_the_lenses_of_the_default_model(real_lm: Any, name: str):
+    lens = real_lm.lenses[name]
     lens.check_model(real_lm.config.layers, real_lm.config.width, real_lm.model.fingerprint())
     activations = get_activations(
         real_lm, "The capital of Germany is Berlin. The capital of France"
     )
     results = [
-        logit_lens(real_lm, activations, lens=lens, full_vocabulary=True).logprobs[20:25]
+        logit_lens(real_lm, activations, lens=lens, full_vocabulary=True).logprobs[1:-1]
         for lens in (None, lens)
     ]
     final = log_softmax(activations.logits[None])[0].astype(np.float64)
     plain, translated = ((np.exp(final) * (final - result)).sum(-1) for result in results)
-    assert (translated < plain).all()
+    assert translated.mean() < plain.mean() / 1.5  # over the layers

@@ -39,7 +39,7 @@ function FeatureRow({ item, most, isClamped, toggle }) {
     <button type="button" class="feature-row small" aria-pressed=${isClamped} aria-label=${`Clamp feature ${feature}, strength ${strength.toPrecision(3)}`} onClick=${toggle}>
       <span class="mono">${feature}</span><span class="feature-bar" aria-hidden="true"><i style=${{ "--share": most ? strength / most : 0 }}></i></span>
       <span class="mono">${strength.toPrecision(3)}</span>
-      <span class="feature-example quiet" dir="auto">${first ? html`${inLine(first.before).slice(-24)}<b>${inLine(first.token)}</b>${inLine(first.after).slice(0, 16)}` : ""}</span>
+      <span class="feature-example quiet" dir="auto">${first ? html`${inLine(first.before).slice(-16)}<b>${inLine(first.token)}</b>${inLine(first.after).slice(0, 16)}` : ""}</span>
     </button>
     ${isClamped && examples.length > 0 && html`<ol class="feature-examples small" aria-label=${`Where feature ${feature} is strongest`}>${examples.slice(0, NUM_EXAMPLES).map((example) => html`<li dir="auto">
       …${inLine(example.before)}<mark>${inLine(example.token)}</mark>${inLine(example.after)}… <span class="quiet mono">${example.strength.toPrecision(3)}</span></li>`)}</ol>`}

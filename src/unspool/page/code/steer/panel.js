@@ -164,7 +164,7 @@ function ChangeForm({ number, change, offers, update, replace, remove }) {
         ${parts.map(({ site }) => html`<option value=${site}>${PART_NAMES[site]}</option>`)}</select></label>
       ${change.head !== null && html`<label>Head <select class="field inside-choice" id=${id("head")} value=${change.head}
         onChange=${({ target }) => update({ head: Number(target.value) })}>${Array.from({ length: heads }, (_, head) => html`<option value=${head}>${head + 1}</option>`)}</select></label>`}
-      <span class="steer-range"><label>Layers <select class="field inside-choice" id=${id("first")} aria-label="First layer" value=${change.first} onChange=${setFirst}>${layerOptions}</select></label>
+      <span class="steer-range"><label>Layers <select class="field inside-choice" id=${id("first")} aria-label="First layer" value=${change.first} onChange=${setFirst}>${layerOptions}</select></label>${" "}
       <label>to <select class="field inside-choice" id=${id("last")} aria-label="Last layer" value=${change.last} onChange=${setLast}>${layerOptions}</select></label></span>
     </div>
     <${StrengthRow} number=${number} change=${change} update=${update} label=${kind === "scale" ? "Factor" : "Strength"} />

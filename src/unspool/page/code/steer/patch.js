@@ -72,7 +72,7 @@ function Sweep({ branch, textKey, body }) {
   const numRows = start.layers.length;
   return html`
     <p class="small">The metric is the logit of <${Piece} text=${start.answer.text} /> minus that of <${Piece} text=${start.other.text} />:${" "}
-      <b>${start.clean.toFixed(2)}</b> in the clean run, <b>${start.corrupted.toFixed(2)}</b> in the corrupted one.</p>
+      <b>${metricText(start.clean)}</b> in the clean run, <b>${metricText(start.corrupted)}</b> in the corrupted one.</p>
     <${Heatmap} start=${start} rows=${rows} cell=${cell} pick=${setCell} />
     <p class="quiet small" role="status">${rows.size < numRows ? `${rows.size} of ${numRows} layers …` : `All ${numRows} layers.`} Click a cell to see its text.</p>
     ${cell && rows.has(cell.layer) && html`<${CellText} key=${`${cell.layer} ${cell.position}`} branch=${branch} body=${body} cell=${cell} start=${start} value=${
@@ -82,11 +82,12 @@ function Sweep({ branch, textKey, body }) {
 /** -1 (away from the clean run) to 1 (as in the clean run); 0: as in the corrupted run. */
 const shareOf = (value, { clean, corrupted }) => Math.max(-1, Math.min(1, (value - corrupted) / (clean - corrupted || 1)));
 
-const restoredText = (value, { clean, corrupted }) => `${Math.round((100 * (value - corrupted)) / (clean - corrupted || 1))} %`.replace("-", "−");
+const restoredText = (value, { clean, corrupted }) => `${Math.round((100 * (value - corrupted)) / (clean - corrupted || 1))}\u00a0%`.replace("-", "−");
+const metricText = (value) => value.toFixed(2).replace("-", "−");
 
 const describe = ({ layer, position }, value, start) => {
   const place = `layer ${layer + 1}, position ${position} (${visibleText(start.clean_tokens[position].text)})`;
-  return value === undefined ? `${place}: not computed yet` : `${place}: ${value.toFixed(2)}, ${restoredText(value, start)} restored`;
+  return value === undefined ? `${place}: not computed yet` : `${place}: ${metricText(value)}, ${restoredText(value, start)} restored`;
 };
 
 function Heatmap({ start, rows, cell, pick }) {
