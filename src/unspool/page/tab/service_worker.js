@@ -31,7 +31,8 @@ addEventListener("fetch", (event) => {
   const answer = async () => {
     const cache = await caches.open(PREFIX + VERSION);
     const kept = request.mode === "navigate" ? await cache.match("./") : await cache.match(request, { ignoreSearch: true });
-    return kept ? isolated(kept) : fetch(request);
+    const response = kept ?? await fetch(request);
+    return response.ok ? isolated(response) : response;
   };
   event.respondWith(answer());
 });
