@@ -57,6 +57,11 @@ def test_a_tag_of_another_version_is_refused():
     assert done.returncode == 1 and "got v0.0.1" in done.stderr
 
 
+def test_badges_name_workflows_of_the_repository():
+    names = re.findall(r"actions/workflows/([\w.-]+)", (ROOT / "README.md").read_text("utf-8"))
+    assert names and all((ROOT / ".github" / "workflows" / name).is_file() for name in names)
+
+
 def test_links_on_the_package_index_are_absolute():
     """The description of the package is the README with absolute links and pictures."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Build the native library for the browser: WebAssembly files beside the page's engine.
+"""Build the native library for the browser: compressed WebAssembly files beside the page's engine.
 
     pip install ziglang==0.17.0
-    python tools/build_wasm.py                  # both files; or name one, as unspool.wasm
+    python tools/build_wasm.py                  # both files; or name one, as unspool.wasm.gz
 
 The sources are those of the native library; the compiler is Zig's clang, which brings a C++ library
 for WebAssembly. Two files are written: one with the fixed SIMD instructions, which every browser
@@ -11,6 +11,7 @@ starts. Both are in the repository, with a hash of their sources that a test com
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import subprocess
 import sys
@@ -22,13 +23,11 @@ NATIVE = ROOT / "src" / "unspool" / "backends" / "cpu" / "native"
 TARGET = ROOT / "src" / "unspool" / "page" / "tab"
 WORK = ROOT / "build" / "wasm"
 HASH = TARGET / "sources.sha256"
-VARIANTS = {"unspool.wasm": [], "unspool-relaxed.wasm": ["-mrelaxed-simd"]}
+VARIANTS = {"unspool.wasm.gz": [], "unspool-relaxed.wasm.gz": ["-mrelaxed-simd"]}
 # The functions that the engine calls; what they do not use is left out.
 EXPORTS = (
-    "malloc", "free", "unspool_version", "unspool_packed_bytes", "unspool_repack",
-    "unspool_unpack", "unspool_model_new", "unspool_model_free", "unspool_run",
-    "unspool_run_head", "unspool_copy_page", "unspool_pick", "unspool_leading",
-    "unspool_measure", "unspool_standing", "unspool_exp", "unspool_log",
+    "malloc", "unspool_packed_bytes", "unspool_repack", "unspool_model_new", "unspool_run",
+    "unspool_run_head", "unspool_copy_page", "unspool_pick", "unspool_leading", "unspool_measure",
 )  # fmt: skip
 FLAGS = (
     "-target", "wasm32-wasi", "-std=c++17", "-O3", "-msimd128", "-fno-exceptions", "-fno-rtti",
@@ -72,8 +71,9 @@ def build(name: str, extra: list[str]) -> None:
         objects = list(pool.map(compile_source, sources()))
     exports = [f"-Wl,--export={function}" for function in EXPORTS]
     link = ["-mexec-model=reactor", "-Wl,--gc-sections", "-Wl,--strip-all", *exports]
-    target = TARGET / name
-    subprocess.run([*compiler, *objects, *link, "-o", str(target)], check=True)
+    linked, target = folder / "linked.wasm", TARGET / name
+    subprocess.run([*compiler, *objects, *link, "-o", str(linked)], check=True)
+    target.write_bytes(gzip.compress(linked.read_bytes(), 9, mtime=0))
     print(f"{target.relative_to(ROOT)}  {target.stat().st_size:,} bytes")
 
 

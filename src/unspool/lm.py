@@ -1073,7 +1073,7 @@ class LanguageModel(Session):
         method           "integrated": integrated gradients; their sum is the logit minus that of
                          the baseline. "gradient_x_input": the gradient times the embedding.
         baseline         where the path of integrated gradients starts: a text of as many tokens;
-                         None: embeddings of zero.
+                         None: the mean of all embeddings. The first token then stays as it is.
         steps            points on the path; more are more exact (see `gap` of the result).
         """
         from unspool.lens.gradients import token_attribution

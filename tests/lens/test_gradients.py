@@ -72,6 +72,20 @@ def test_integrated_gradients_are_complete(family, family_lm):
     assert result.gap == pytest.approx(result.logit - result.baseline - total, abs=1e-6)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_without_a_baseline_it_is_the_mean_embedding(family, family_lm):
+    result = family_lm(family).token_attribution(TEXT, token=TOKEN, steps=96)
+    reference = tiny.make(family)
+    embed = reference.get_input_embeddings()
+    rows = embed(torch.tensor([TEXT])).detach()
+    scale = getattr(embed, "embed_scale", 1.0)  # Gemma's module multiplies the rows
+    rows[:, 1:] = embed.weight.detach().mean(0) * scale
+    expected = reference_logits(reference, rows)[0, TOKEN]
+    assert result.baseline == pytest.approx(expected.item(), abs=2e-3)
+    assert result.values[0].value == 0 and abs(result.values[1].value) > 1e-5
+    assert abs(result.gap) < 0.01
+
+
 def test_the_token_and_the_position(llama):
     following = llama.token_attribution(TEXT, 2, steps=2)
     assert following.token == TEXT[3] and len(following.values) == 3

@@ -207,13 +207,16 @@ def test_the_folder_has_what_the_page_needs_and_no_more(tmp_path: Path) -> None:
     address = "https://example.org/model.gguf"
     size, compressed = write_static(tmp_path / "site", address)
     site = tmp_path / "site"
-    assert compressed < 800_000 and size < 2_000_000
+    assert compressed < 600_000
     assert address in (site / "index.html").read_text("utf-8") and not (site / "model").exists()
     worker = (site / "sw.js").read_text("utf-8")
     names = set(json.loads(re.findall(r"const FILES = (.*);", worker)[0]))
     written = {file.relative_to(site).as_posix() for file in site.rglob("*") if file.is_file()}
     assert names - {"./"} == written - {"index.html", "sw.js"}
+    assert size == sum((site / name).stat().st_size for name in written) <= 1_000_000
     server_only = set(_views(r"[^\n]*needsServer"))
+    for name in ("code/write/rewrite.js", "code/steer/panel.js", "style/training.css"):
+        assert (FOLDER / name).is_file() and not (site / "page" / name).exists(), name
     for path in (site / "page").rglob("*.js"):
         for name in re.findall(r"""from ?["'](\.[^"']+)""", path.read_text("utf-8")):
             assert (path.parent / name).is_file(), f"{path.name} imports {name}"
@@ -327,7 +330,60 @@ def test_a_link_opens_the_text(tab: Page, host: Host) -> None:
     expect(other.locator("#fault")).to_contain_text("damaged")
 
 
+def test_the_page_works_below_a_path(chromium: Any, host: Host, tmp_path: Path) -> None:
+    """As on GitHub Pages: no address starts at the root of the host, not even offline."""
+    (tmp_path / "some" / "dir").mkdir(parents=True)
+    (tmp_path / "some" / "dir" / "site").symlink_to(host.folder)
+    other = Host(tmp_path)
+    other.start()
+    context = chromium.browser.new_context()
+    context.add_init_script("localStorage.setItem('unspool.visited', 'true')")
+    page = context.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    missing: list[str] = []
+    page.on("response", lambda answer: missing.append(answer.url) if answer.status > 399 else None)
+    try:
+        page.goto(f"{other.url}some/dir/site/")
+        expect(page.locator("#write")).to_be_enabled()
+        page.evaluate("navigator.serviceWorker.ready.then(() => null)")
+        other.stop()
+        page.reload()
+        expect(page.locator("#write")).to_be_enabled()
+        write_little(page, "Name three planets.")
+        finished(page)
+        assert not missing
+        assert all(url.startswith((f"{other.url}some/dir/site/", "blob:")) for url in asked), asked
+    finally:
+        context.close()
+
+
+DROP = """async (input) => {
+    const [file] = document.querySelector("#dropped").files;
+    const items = new DataTransfer();
+    items.items.add(file);
+    for (const name of ["dragover", "drop"]) {
+        const event = new DragEvent(name, { dataTransfer: items, bubbles: true, cancelable: true });
+        document.querySelector("#view").dispatchEvent(event);
+        if (!event.defaultPrevented) throw new Error(`the browser would open the file (${name})`);
+    }
+}"""
+
+
 def test_a_model_file_can_be_dropped(tab: Page, small_default: Path) -> None:
+    tab.evaluate("document.body.insertAdjacentHTML('beforeend', '<input type=file id=dropped>')")
+    tab.locator("#dropped").set_input_files(small_default)
+    tab.evaluate(DROP)
+    expect(tab.locator("#write")).to_be_disabled()
+    expect(tab.locator("#write")).to_be_enabled()
+    tab.locator("#model").click()
+    expect(tab.get_by_role("dialog")).to_contain_text(small_default.stem)
+    tab.keyboard.press("Escape")
+    write_little(tab, "Once")
+    finished(tab)
+
+
+def test_a_model_file_can_be_chosen(tab: Page, small_default: Path) -> None:
     tab.locator("#model").click()
     dialog = tab.get_by_role("dialog", name="The model in this tab")
     expect(dialog).to_contain_text("4 layers")

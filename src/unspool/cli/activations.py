@@ -324,7 +324,7 @@ def attribute(
     against: Annotated[str | None, typer.Option(help="A token whose logit is subtracted.")] = None,
     method: Annotated[str, typer.Option(help="integrated, or gradient_x_input.")] = "integrated",
     baseline: Annotated[
-        str | None, typer.Option(help="A text of as many tokens. Default: embeddings of zero.")
+        str | None, typer.Option(help="A text of as many tokens. Default: the mean embedding.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Points on the path from the baseline.")] = 64,
     as_json: o.Json = False,

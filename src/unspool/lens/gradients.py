@@ -194,14 +194,22 @@ def check_plain(lm: Session, text: TextLike) -> None:
 def _baseline_embeddings(
     lm: Session, model: Transformer, ids: Sequence[int], baseline: TextLike | None
 ) -> Tensor:
-    """Embeddings [1, count, width] where the path starts: of a text, or zeros."""
+    """Embeddings [1, count, width] where the path starts: of a text, or the mean embedding.
+
+    The first token stays as it is: many models give it most of their attention, and a path that
+    changes it jumps (SmolLM2: the logit falls by 20 from one point of 40 to the next). Zeros are
+    no better, as the norm of a layer hides the length of a vector until it is almost zero.
+    """
     import torch
 
     from unspool.lens.differentiable import run_layers
 
     if baseline is None:
-        weight = model.embed.weight
-        return torch.zeros(1, len(ids), lm.config.width, dtype=weight.dtype, device=weight.device)
+        with torch.no_grad():
+            mean = model.embed.weight.float().mean(0).to(model.embed.weight.dtype)
+            rows = model.embed(torch.tensor([list(ids)], device=mean.device))
+            rows[:, 1 if len(ids) > 1 else 0 :] = mean
+            return model.finish_embeddings(rows, np.arange(len(ids)))
     other = to_token_ids(lm, baseline)
     if len(other) < len(ids):
         raise SettingsError(

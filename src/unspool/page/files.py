@@ -22,7 +22,7 @@ TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
-    ".wasm": "application/wasm",
+    ".gz": "application/gzip",
 }
 # Scripts, styles and requests of this server only.
 _POLICY = {

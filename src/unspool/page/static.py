@@ -12,20 +12,21 @@ import gzip
 import hashlib
 import html
 import json
+import posixpath
+import re
 import shutil
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from unspool.errors import UnspoolError
-from unspool.page.files import FOLDER, PREFIX, TYPES
+from unspool.page.files import FOLDER, PREFIX
+from unspool.page.minify import minify_script, minify_style
 
-# Views of the page that are not shown without a server.
-_SERVER_ONLY = (
-    "code/training/", "code/diffusion/", "code/think/", "code/measure/", "code/steer/panel.js",
-    "code/steer/patch.js", "code/steer/features.js", "code/model_dialog.js", "style/training.css",
-    "style/diffusion.css", "style/think.css", "style/measure.css",
-)  # fmt: skip
 _WORKER = "tab/service_worker.js"
+_SCRIPTS = ("code/main.js", "tab/worker.js")  # what the browser starts
+# Modules that a script imports, at once or when a part of the page is first shown. A name after
+# `file` is relative to code/. A line with `needsServer` or `!isTab` is for pages with a server.
+_IMPORT = re.compile(r"""(?:from|import\(|(file)[=:])\s*["'](\.[^"']+\.js)["']""")
 _POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self'; "
     "worker-src 'self'; img-src 'self' data: blob:; connect-src 'self' https: blob:; "
@@ -34,8 +35,8 @@ _POLICY = (
 
 
 def write_static(folder: Path, model: Path | str) -> tuple[int, int]:
-    """Write the page into a folder; return its bytes without the model, and compressed with gzip,
-    as most file hosts send them.
+    """Write the page into a folder, minified; return its bytes without the model, and compressed
+    with gzip, as most file hosts send them.
 
     Args:
         folder: Is created; files of an earlier page in it are replaced.
@@ -49,11 +50,10 @@ def write_static(folder: Path, model: Path | str) -> tuple[int, int]:
             f"--static must be a new or empty folder, or an earlier page; {folder} has other files"
         )
     shutil.rmtree(folder / "page", ignore_errors=True)
-    files = {name: path.read_bytes() for name, path in _page_files().items()}
-    service_worker = files.pop(_WORKER).decode()
-    files = {f"page/{name}": content for name, content in files.items()}
-    files["index.html"] = _index(_model_address(model)).encode()
-    files["sw.js"] = _with_file_list(service_worker, files).encode()
+    names = _page_files()
+    files = {f"page/{name}": _minified(name) for name in names}
+    files["index.html"] = _index(_model_address(model), names).encode()
+    files["sw.js"] = _with_file_list(_minified(_WORKER).decode(), files).encode()
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,13 +64,44 @@ def write_static(folder: Path, model: Path | str) -> tuple[int, int]:
     return sum(map(len, contents)), sum(len(gzip.compress(content)) for content in contents)
 
 
-def _page_files() -> dict[str, Path]:
-    names = {
-        path.relative_to(FOLDER).as_posix(): path
-        for path in sorted(FOLDER.rglob("*"))
-        if path.suffix in TYPES and path.name != "index.html"
-    }
-    return {name: path for name, path in names.items() if not name.startswith(_SERVER_ONLY)}
+def _page_files() -> set[str]:
+    """Names of the files that a page without a server loads."""
+    scripts = _imported_scripts()
+    folders = {posixpath.dirname(name) for name in scripts}
+
+    def is_needed(path: Path) -> bool:
+        if path.suffix == ".css":  # named after the folder of code that it is for, if it is for one
+            folder = f"code/{path.stem}"
+            return folder in folders or not (FOLDER / folder).is_dir()
+        return path.suffix in (".svg", ".gz")
+
+    others = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if is_needed(path)}
+    return scripts | others
+
+
+def _imported_scripts() -> set[str]:
+    names: set[str] = set()
+    todo = list(_SCRIPTS)
+    while todo:
+        name = todo.pop()
+        if name in names:
+            continue
+        names.add(name)
+        for line in (FOLDER / name).read_text(encoding="utf-8").splitlines():
+            if "needsServer" in line or "!isTab" in line:
+                continue
+            for is_part, target in _IMPORT.findall(line):
+                base = "code" if is_part else posixpath.dirname(name)
+                todo.append(posixpath.normpath(posixpath.join(base, target)))
+    return names
+
+
+def _minified(name: str) -> bytes:
+    content = (FOLDER / name).read_bytes()
+    if "/vendor/" in name or not name.endswith((".js", ".css")):
+        return content
+    minify = minify_script if name.endswith(".js") else minify_style
+    return minify(content.decode()).encode()
 
 
 def _model_address(model: Path | str) -> str:
@@ -84,11 +115,11 @@ def _model_address(model: Path | str) -> str:
     return model
 
 
-def _index(model: str) -> str:
+def _index(model: str, names: set[str]) -> str:
     """The page's document with relative addresses, its policy and its model."""
     page = (FOLDER / "index.html").read_text(encoding="utf-8")
-    for name in _SERVER_ONLY:
-        page = page.replace(f'<link rel="stylesheet" href="{PREFIX}{name}">\n', "")
+    for link, name in re.findall(rf'(<link rel="stylesheet" href="{PREFIX}(.*?)">\n)', page):
+        page = page if name in names else page.replace(link, "")
     tags = (
         f'<meta http-equiv="content-security-policy" content="{html.escape(_POLICY)}">\n'
         f'<meta name="referrer" content="no-referrer">\n'

@@ -521,12 +521,17 @@ class Transformer(nn.Module):
     def embed_tokens(
         self, tokens: Tensor, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
     ) -> Tensor:
-        x: Tensor = self.embed(tokens)
+        return self.finish_embeddings(self.embed(tokens), positions)
+
+    def finish_embeddings(
+        self, x: Tensor, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
+    ) -> Tensor:
+        """Scale rows of the embedding matrix [..., count, width], add the positions, and norm."""
         if self.config.embedding_scale != 1:
             # Rounded to the dtype of the weights first, as in training.
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
         if self.position_embed is not None:
-            x = x + self.position_embed(torch.from_numpy(positions).to(tokens.device))
+            x = x + self.position_embed(torch.from_numpy(positions).to(x.device))
         elif self.config.positions == "sinusoidal":
             x = x + torch.from_numpy(sinusoidal(positions, self.config.width)).to(x)
         normed: Tensor = self.embed_norm(x)

@@ -35,8 +35,8 @@ function App() {
         : html`<${Lazy} key=${view.component} file=${view.file} name=${view.component} ...${view.props} />`}
     </main>
     ${dialog === "share" && html`<${Lazy} file="./share/dialog.js" name="ShareDialog" close=${close} />`}
-    ${dialog === "models" && (isTab ? html`<${Lazy} file="./tab/notice.js" name="TabModelDialog" close=${close} />`
-      : html`<${Lazy} file="./model_dialog.js" name="ModelDialog" close=${close} />`)}
+    ${dialog === "models" && isTab && html`<${Lazy} file="./tab/notice.js" name="TabModelDialog" close=${close} />`}
+    ${dialog === "models" && !isTab && html`<${Lazy} file="./model_dialog.js" name="ModelDialog" close=${close} />`}
     ${dialog === "keys" && html`<${KeysDialog} close=${close} />`}
     ${dialog === "help" && html`<${HelpDialog} close=${close} />`}
     <${TourPlace} />`;

@@ -16,12 +16,19 @@ function hasFusedRelaxedSimd() {
   return f(1 + 2 ** -13, 1 - 2 ** -13, -1) !== 0; // the product rounds to 1
 }
 
+/** The content of a gzip file; some file hosts have already unpacked it. */
+async function unpack(bytes) {
+  const [first, second] = new Uint8Array(bytes, 0, 2);
+  if (first !== 0x1f || second !== 0x8b) return bytes;
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+}
+
 /** Load the library. `read` maps a file name beside this module to its bytes. */
 export async function loadNative(read, { relaxed = hasFusedRelaxedSimd() } = {}) {
-  const bytes = await read(relaxed ? "unspool-relaxed.wasm" : "unspool.wasm");
+  const packed = await read(relaxed ? "unspool-relaxed.wasm.gz" : "unspool.wasm.gz");
   let module;
   try {
-    module = await WebAssembly.compile(bytes);
+    module = await WebAssembly.compile(await unpack(packed));
   } catch {
     throw new TabError("no_simd", "This browser does not have WebAssembly SIMD; use a newer one.");
   }

@@ -292,10 +292,10 @@ function Parts({ place, ownPlace, side, text }) {
       ${part("attention", "Attention", withBase((look) => html`<${Attention} place=${place} look=${look} />`))}
       ${base.answer?.states && part("states", "Recurrent states", withBase((look) => html`<${States} look=${look} />`))}
       ${part("lens", "Logit lens", () => html`<${Lens} place=${place} />`)}
-      ${!isTab && html`${part("pushes", "Logit attribution", () => html`<${Attribution} place=${place} runner=${runner} />`)}
-        ${part("steer", "Steer", () => html`<${Lazy} file="./steer/panel.js" name="Steer" />`)}
-        ${part("patching", "Patching", () => html`<${Lazy} file="./steer/patch.js" name="Patching" />`)}
-        ${part("neighbours", "Nearest embeddings", () => html`<${Neighbours} place=${ownPlace} text=${text} />`)}`}
+      ${!isTab && part("pushes", "Logit attribution", () => html`<${Attribution} place=${place} runner=${runner} />`)}
+      ${!isTab && part("steer", "Steer", () => html`<${Lazy} file="./steer/panel.js" name="Steer" />`)}
+      ${!isTab && part("patching", "Patching", () => html`<${Lazy} file="./steer/patch.js" name="Patching" />`)}
+      ${!isTab && part("neighbours", "Nearest embeddings", () => html`<${Neighbours} place=${ownPlace} text=${text} />`)}
       ${isTab && html`<p class="quiet small">Logit attribution, steering, patching and nearest embeddings need a server.</p>`}
     </div>`;
   }, [place, ownPlace, base.answer, base.fault, next]);

@@ -121,7 +121,7 @@ export function Pane() {
   useChanges("current", "writing");
   const box = useRef();
   useEffect(() => mountPane(box.current), []);
-  useEffect(() => (isTab ? undefined : mountRewrite(box.current)), []);
+  useEffect(() => mountRewrite(box.current), []);
   return html`<div class="text-box" id="text" ref=${box} tabindex="0" role="group" data-branch=${state.current ?? ""}
       aria-label="Text; arrow keys move from token to token" aria-busy=${state.writing !== null}></div>
     ${state.current === null && html`<${Welcome} />`}`;
@@ -137,7 +137,7 @@ function mountRewrite(box) {
 
 function SelectedSpan() {
   useChanges("span", "current");
-  return state.span && html`<${Lazy} file="./write/rewrite.js" name="RewritePopup" quiet />`;
+  return !isTab && state.span && html`<${Lazy} file="./write/rewrite.js" name="RewritePopup" quiet />`;
 }
 
 /** Request proposed edits; they are listed below the text and marked in it. */
@@ -145,7 +145,7 @@ function ReviseButton() {
   useChanges("current", "writing", "revision", "server", "steps");
   const branch = currentBranch();
   const can = branch?.steps.length > 0 && !branch.recorded && !state.writing && state.server.ready;
-  const start = async () => (await import("./rewrite.js")).revise();
+  const start = async () => !isTab && (await import("./rewrite.js")).revise();
   return html`<button id="revise" class="button tiny folds" disabled=${!can || state.revision?.looking} onClick=${start}
     title="Find doubtful words and propose better ones, to accept or reject">Revise</button>`;
 }
@@ -155,7 +155,7 @@ function Revision() {
   useChanges("tint", "writing");
   useEffect(loadDoubt, [state.tint, state.current, state.writing]);
   if (!state.revision || state.revision.branch !== state.current) return null;
-  return html`<${Lazy} file="./write/rewrite.js" name="RevisionPanel" quiet />`;
+  return !isTab && html`<${Lazy} file="./write/rewrite.js" name="RevisionPanel" quiet />`;
 }
 
 function Welcome() {
