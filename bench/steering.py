@@ -311,11 +311,11 @@ def patch() -> dict[str, Any]:
     ).eval()
     for row in rows:
         hooked, seconds = _patch_with_hooks(model, row.pop("ids"), [answer, other])
-        values, ours = row.pop("values"), row["seconds"]
+        values = row.pop("values")
         row |= {
             "tokens": values.shape[1],
             "transformers_seconds": seconds,
-            "ratio": seconds / ours,
+            "ratio": seconds / row["seconds"],
             "largest_difference": float(np.abs(hooked - values).max()),
             "largest_value": float(np.abs(hooked).max()),
         }
