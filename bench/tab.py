@@ -1,8 +1,8 @@
 """The engine of the browser tab in Chromium, beside wllama: python bench/tab.py [--wllama FOLDER]
 
-Both read the default model's file in the same browser, one after the other, with one thread. FOLDER
-is `node_modules/@wllama/wllama/esm` after `npm install @wllama/wllama`. Prints for each the seconds
-to load the model, to read a prompt, and the tokens/s of a text after it.
+Both read the default model's file in the same browser, one after the other, with `--threads`.
+FOLDER is `node_modules/@wllama/wllama/esm` after `npm install @wllama/wllama`. Prints for each the
+seconds to load the model, to read a prompt, and the tokens/s of a text after it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ CHROMIUM = "/usr/bin/chromium"
 PROMPT = "The quick brown fox jumps over the lazy dog and then sleeps. " * 8
 WORKER = """
 import { Engine } from "/tab/engine.js";
-onmessage = async ({ data: [prompt, count] }) => {
+onmessage = async ({ data: [prompt, count, threads] }) => {
   const seconds = [performance.now()];
-  const engine = await Engine.open({ source: "/model.gguf" });
+  const engine = await Engine.open({ source: "/model.gguf", threads });
+  if (engine.info.threads !== threads) throw new Error("the threads have not started");
   seconds.push(performance.now());
   const ids = engine.tokenize(prompt);
   const branch = engine.branch();
@@ -47,12 +48,12 @@ OURS = """(input) => new Promise((done, failed) => {
   worker.onerror = ({ message }) => failed(new Error(message));
   worker.postMessage(input);
 })"""
-WLLAMA = """async ([prompt, count]) => {
+WLLAMA = """async ([prompt, count, threads]) => {
   const { Wllama } = await import("/wllama/index.js");
   const seconds = [performance.now()];
   const engine = new Wllama({ default: "/wllama/wasm/wllama.wasm" }, { suppressNativeLog: true });
   const blob = await (await fetch("/model.gguf")).blob();
-  await engine.loadModel([blob], { n_ctx: 2048, n_threads: 1 });
+  await engine.loadModel([blob], { n_ctx: 2048, n_threads: threads });
   seconds.push(performance.now());
   const options = { prompt, temperature: 0, cache_prompt: true, ignore_eos: true };
   const first = await engine.createCompletion({ ...options, max_tokens: 1 });
@@ -72,17 +73,22 @@ class Files(SimpleHTTPRequestHandler):
         ".wasm": "application/wasm",
     }
 
+    def end_headers(self) -> None:
+        self.send_header("cross-origin-opener-policy", "same-origin")
+        self.send_header("cross-origin-embedder-policy", "require-corp")
+        super().end_headers()
+
     def log_message(self, *args: Any) -> None:
         pass
 
 
-def measure(script: str, address: str, tokens: int) -> tuple[int, list[float]]:
+def measure(script: str, address: str, tokens: int, threads: int) -> tuple[int, list[float]]:
     """Tokens of the prompt, and seconds: to load the model, to read it, to write."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page()
         page.goto(f"{address}/index.html")
-        count, *times = page.evaluate(script, [PROMPT, tokens])
+        count, *times = page.evaluate(script, [PROMPT, tokens, threads])
         browser.close()
     return count, [end - start for start, end in pairwise(times)]
 
@@ -91,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--wllama", type=Path, help="folder esm of the package @wllama/wllama")
     parser.add_argument("--tokens", type=int, default=40, help="of the text after the prompt")
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -106,7 +113,7 @@ def main() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for engine, script in engines.items():
             address = f"http://127.0.0.1:{server.server_port}"
-            count, (load, prompt, write) = measure(script, address, options.tokens)
+            count, (load, prompt, write) = measure(script, address, options.tokens, options.threads)
             print(
                 f"{engine}: load {load:.2f} s, prompt of {count} tokens {prompt:.2f} s, "
                 f"{options.tokens / write:.1f} tokens/s",

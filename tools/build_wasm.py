@@ -23,14 +23,22 @@ NATIVE = ROOT / "src" / "unspool" / "backends" / "cpu" / "native"
 TARGET = ROOT / "src" / "unspool" / "page" / "tab"
 WORK = ROOT / "build" / "wasm"
 HASH = TARGET / "sources.sha256"
-VARIANTS = {"unspool.wasm.gz": [], "unspool-relaxed.wasm.gz": ["-mrelaxed-simd"]}
+CPU = "-mcpu=generic+atomics+bulk_memory+simd128"
+VARIANTS = {"unspool.wasm.gz": CPU, "unspool-relaxed.wasm.gz": f"{CPU}+relaxed_simd"}
+MAX_MEMORY = 65535 * 65536
 # The functions that the engine calls; what they do not use is left out.
 EXPORTS = (
-    "malloc", "unspool_packed_bytes", "unspool_repack", "unspool_model_new", "unspool_run",
-    "unspool_run_head", "unspool_copy_page", "unspool_pick", "unspool_leading", "unspool_measure",
+    "malloc", "unspool_isa", "unspool_work", "unspool_packed_bytes", "unspool_repack",
+    "unspool_model_new", "unspool_run", "unspool_run_head", "unspool_copy_page", "unspool_pick",
+    "unspool_leading", "unspool_measure",
+)  # fmt: skip
+# Memory that threads share, and what the page sets for each of them.
+SHARED = (
+    "-Wl,--import-memory", "-Wl,--shared-memory", f"-Wl,--max-memory={MAX_MEMORY}",
+    "-Wl,--export=__stack_pointer", "-Wl,--export=__wasm_init_tls", "-Wl,--export=__tls_size",
 )  # fmt: skip
 FLAGS = (
-    "-target", "wasm32-wasi", "-std=c++17", "-O3", "-msimd128", "-fno-exceptions", "-fno-rtti",
+    "-target", "wasm32-wasi", "-std=c++17", "-O3", "-fno-exceptions", "-fno-rtti",
     "-DNDEBUG", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-DHAS_wasm=1",
 )  # fmt: skip
 
@@ -52,25 +60,27 @@ def sources_hash() -> str:
     return digest.hexdigest()
 
 
-def build(name: str, extra: list[str]) -> None:
+def build(name: str, cpu: str) -> None:
     """Compile what has changed, and link one file."""
-    compiler = [sys.executable, "-m", "ziglang", "c++", *FLAGS, *extra]
+    compiler = [sys.executable, "-m", "ziglang", "c++", *FLAGS, cpu]
     folder = WORK / name
     folder.mkdir(parents=True, exist_ok=True)
     newest = max(path.stat().st_mtime for path in [Path(__file__), *headers()])
 
     def compile_source(path: Path) -> str:
         target = folder / f"{path.parent.name}_{path.stem}.o"
-        isa = ["-DISA=wasm", "-DISA_wasm=1"] if path.parent.name == "kernels" else []
+        options = [] if path.name.startswith("repack") else ["-Os"]
+        if path.parent.name == "kernels":  # where the time is spent
+            options = ["-DISA=wasm", "-DISA_wasm=1"]
         changed = max(newest, path.stat().st_mtime)
         if not target.exists() or target.stat().st_mtime < changed:
-            subprocess.run([*compiler, *isa, "-c", str(path), "-o", str(target)], check=True)
+            subprocess.run([*compiler, *options, "-c", str(path), "-o", str(target)], check=True)
         return str(target)
 
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compile_source, sources()))
     exports = [f"-Wl,--export={function}" for function in EXPORTS]
-    link = ["-mexec-model=reactor", "-Wl,--gc-sections", "-Wl,--strip-all", *exports]
+    link = ["-mexec-model=reactor", "-Wl,--gc-sections", "-Wl,--strip-all", *SHARED, *exports]
     linked, target = folder / "linked.wasm", TARGET / name
     subprocess.run([*compiler, *objects, *link, "-o", str(linked)], check=True)
     target.write_bytes(gzip.compress(linked.read_bytes(), 9, mtime=0))

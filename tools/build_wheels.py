@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 WORK = ROOT / "build" / "wheels"
 GLIBC = "2.17"  # manylinux2014: CentOS 7, Debian 8, Ubuntu 14.04 and everything newer
 LIBRARY = "unspool/backends/cpu/unspool_native.so"
-MAX_WHEEL_BYTES = 10_000_000
+MAX_WHEEL_BYTES = 15_000_000
 ARCHITECTURES = ("x86_64", "aarch64")
 # Zig has its own names for -march of ARM, and takes tuning only in clang's internal form.
 ZIG_FLAGS = {

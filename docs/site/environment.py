@@ -52,7 +52,7 @@ VARIABLES = {
     "Installation": {
         "UNSPOOL_KERNELS": "`native` during an installation from source: kernels for this machine "
         "only (the default); `all`: for every processor of this architecture, as in wheels.",
-        "UNSPOOL_STRICT": "`ON` during installation: warnings of the C++ compiler are errors.",
+        "UNSPOOL_STRICT": "`ON` during installation: C++ warnings are on, and are errors.",
     },
     "Read by libraries": {
         "HF_TOKEN": "Your Hugging Face token, for gated or private models.",

@@ -1,7 +1,8 @@
-// Runs requests on the tab's engine under node: [model, variant] as arguments, a list of requests as JSON on
+// Runs requests on the tab's engine under node: [model, variant, threads] as arguments, a list of requests as JSON on
 // standard input, a list of results on standard output. Floats are base64 of float32.
 import { openAsBlob } from "node:fs";
 import { readFile } from "node:fs/promises";
+import { Worker } from "node:worker_threads";
 import { Engine } from "../../src/unspool/page/tab/engine.js";
 
 const folder = new URL("../../src/unspool/page/tab/", import.meta.url);
@@ -66,7 +67,14 @@ const ACTIONS = {
   },
 };
 
-const [model, variant] = process.argv.slice(2);
+const [model, variant, threads] = process.argv.slice(2);
+const startThread = () => {
+  if (threads === "failing") return { postMessage: () => {}, terminate: () => {}, set onerror(listener) { listener(); } };
+  const worker = new Worker(new URL("tab_thread.mjs", import.meta.url));
+  worker.on("message", () => worker.onmessage());
+  worker.unref();
+  return worker;
+};
 let text = "";
 for await (const chunk of process.stdin) text += chunk;
 const attempt = async (call) => {
@@ -81,6 +89,8 @@ const engine = await attempt(async () => Engine.open({
   source: await openAsBlob(model),
   read: (name) => readFile(new URL(name, folder)),
   relaxed: variant === "relaxed",
+  threads: threads === "failing" ? 2 : Number(threads),
+  start: startThread,
   pages: 64,
 }));
 const results = [];

@@ -68,8 +68,8 @@ def test_styles():
     @media (width < 700px) { .d { color: red } }
     """
     assert minify_style(style) == (
-        '.a > .b,.c :hover{content: " ;  /* kept */ ";margin : calc(1px + 2px);}'
-        "@media (width < 700px){.d{color: red}}\n"
+        '.a > .b,.c :hover{content:" ;  /* kept */ ";margin : calc(1px + 2px)}'
+        "@media (width < 700px){.d{color:red}}\n"
     )
 
 

@@ -30,13 +30,15 @@ NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
 
 
-def run_tab(model: Path, *requests: dict[str, Any], variant: str = "simd128") -> list[Any]:
+def run_tab(
+    model: Path, *requests: dict[str, Any], variant: str = "simd128", threads: str = "1"
+) -> list[Any]:
     # Node 20 has relaxed SIMD only as an experiment: its quick compiler makes wrong code of it.
     options = ["--no-warnings", "--experimental-wasm-relaxed-simd", "--no-liftoff"]
     options = options if variant == "relaxed" else options[:1]
     done = subprocess.run(
-        [str(NODE), *options, str(SCRIPT), str(model), variant], input=json.dumps(requests),
-        capture_output=True, text=True, timeout=300,
+        [str(NODE), *options, str(SCRIPT), str(model), variant, threads],
+        input=json.dumps(requests), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     results: list[Any] = json.loads(done.stdout)
@@ -121,6 +123,26 @@ def test_chat_prompts_are_those_of_the_template(small_default: Path, small_lm: A
     for chat, result in zip(chats, results, strict=True):
         prompt = small_lm.chat_template.encode(chat)
         assert result == {"ids": list(prompt.ids), "text": prompt.text}
+
+
+@needs_node
+@pytest.mark.parametrize("threads", ["2", "3", "failing"])
+def test_numbers_do_not_depend_on_the_number_of_threads(
+    small_default: Path, small_lm: Any, threads: str
+):
+    """Prompts and single tokens; with a thread that does not start, one thread computes."""
+    text = list(range(500, 660))
+    requests: list[dict[str, Any]] = [
+        {"action": "logits", "ids": ids} for ids in (text, text[:1], text[:18])
+    ]
+    writing = {"action": "write", "texts": [text[:9]], "settings": {"seed": "1"}, "count": 20}
+    info, *results, written = run_tab(
+        small_default, {"action": "info"}, *requests, writing, threads=threads
+    )
+    assert info["threads"] == (1 if threads == "failing" else int(threads))
+    for request, result in zip(requests, results, strict=True):
+        assert np.array_equal(floats(result), logits_after(small_lm, request["ids"]))
+    assert written == run_tab(small_default, writing)[0]
 
 
 @needs_node

@@ -365,4 +365,6 @@ def _print_attribution(result: TokenAttribution) -> None:
         line = Text(f"{item.position:>5} ") + _cell(item.value, largest)
         console.print(line + Text(f"  {out.visible(item.text)}"))
     if result.method == "integrated":
-        console.print(f"error of the sum: {result.gap:+.3f}", style="dim")
+        is_large = abs(result.gap) > 0.05 * abs(result.logit - result.baseline)
+        advice = "; more --steps make it smaller" if is_large else ""
+        console.print(f"error of the sum: {result.gap:+.3f}{advice}", style="dim")

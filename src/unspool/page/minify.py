@@ -20,10 +20,12 @@ _REGEX = re.compile(r"/(?:[^/\\\[\n]|\\.|\[(?:[^\]\\\n]|\\.)*\])+/\w*")
 _BEFORE_REGEX = re.compile(r"[(,=:\[!&|?{;*%<>~^]|return|typeof|case|of|in|await|yield")
 _TEMPLATE_TEXT = re.compile(r"(?:[^`\\$]|\\.|\$(?!\{))*", re.DOTALL)
 _INDENT = re.compile(r"\s*\n\s*")
+_CSS_BLANK = r"(?: \s | /\*.*?\*/ )"
 _CSS_TOKEN = re.compile(
-    r"""(?P<string> "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*' )
-      | (?: \s | /\*.*?\*/ )* (?P<mark> [{};,] ) (?: \s | /\*.*?\*/ )*
-      | (?: \s | /\*.*?\*/ )+""",
+    rf"""(?P<string> "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*' )
+      | {_CSS_BLANK}* (?: ; {_CSS_BLANK}* (?=\}}) )? (?P<mark> [{{}};,] ) {_CSS_BLANK}*
+        (?: (?P<name> [-\w]+: ) {_CSS_BLANK}+ )?
+      | {_CSS_BLANK}+""",
     re.VERBOSE | re.DOTALL,
 )
 
@@ -36,9 +38,11 @@ def minify_script(text: str) -> str:
 
 def minify_style(text: str) -> str:
     """A style sheet with the same rules."""
-    return (
-        _CSS_TOKEN.sub(lambda match: match["string"] or match["mark"] or " ", text).strip() + "\n"
-    )
+
+    def shorten(match: re.Match[str]) -> str:
+        return match["string"] or (match["mark"] or " ") + (match["name"] or "")
+
+    return _CSS_TOKEN.sub(shorten, text).strip() + "\n"
 
 
 def _minify(text: str, at: int) -> tuple[str, int]:

@@ -23,9 +23,9 @@ from unspool.page.files import FOLDER, PREFIX
 from unspool.page.minify import minify_script, minify_style
 
 _WORKER = "tab/service_worker.js"
-_SCRIPTS = ("code/main.js", "tab/worker.js")  # what the browser starts
-# Modules that a script imports, at once or when a part of the page is first shown. A name after
-# `file` is relative to code/. A line with `needsServer` or `!isTab` is for pages with a server.
+_SCRIPTS = ("code/main.js", "tab/worker.js", "tab/thread.js")  # what the browser starts
+# Modules that a script imports, when it starts or for a part of the page that is loaded later. A
+# name after `file` is relative to code/. Lines with `needsServer` or `!isTab` are for a server.
 _IMPORT = re.compile(r"""(?:from|import\(|(file)[=:])\s*["'](\.[^"']+\.js)["']""")
 _POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self'; "

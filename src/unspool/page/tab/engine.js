@@ -47,11 +47,12 @@ class Pages {
 export class Engine {
   /**
    * Load a model. `source` is a URL or a File; `context` limits the tokens of a text; `pages` is the size of the
-   * KV cache in pages of 16 tokens. `read` loads the library's files (by default from beside this module).
+   * KV cache in pages of 16 tokens. `read` loads the library's files (by default from beside this module); `relaxed`,
+   * `threads` and `start` are those of `loadNative`.
    */
-  static async open({ source, onProgress = () => {}, signal, context, pages, read = fetchBeside, relaxed }) {
+  static async open({ source, onProgress = () => {}, signal, context, pages, read = fetchBeside, ...library }) {
     const blob = await openSource(source, { onProgress, signal });
-    const native = await loadNative(read, { relaxed });
+    const native = await loadNative(read, library);
     const header = await readHeader(blob);
     const tokenizer = new Tokenizer(header.metadata);
     const config = readConfig(header);
@@ -107,6 +108,7 @@ export class Engine {
       bos: tokenizer.bos,
       eos: [...tokenizer.ends],
       instruction_set: native.instructionSet,
+      threads: native.threads,
     };
   }
 

@@ -311,7 +311,7 @@ export class Model {
       native.structs(OP, operations), operations.length,
       native.structs(MATRIX, weights.matrices), weights.matrices.length,
       native.structs("pq", weights.vectors), weights.vectors.length,
-      widths, rows, buffers.length, BUFFERS.indexOf("logits"), 0, 0, 1,
+      widths, rows, buffers.length, BUFFERS.indexOf("logits"), 0, 0, native.threads,
     ]]);
     model.handle = native.calls.unspool_model_new(spec);
     await model.allocate(weights);

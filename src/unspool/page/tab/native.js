@@ -1,4 +1,4 @@
-// The native library compiled to WebAssembly: loading, memory and structures.
+// The native library compiled to WebAssembly: loading, threads, memory and structures.
 
 import { TabError } from "./errors.js";
 
@@ -23,8 +23,30 @@ async function unpack(bytes) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
 }
 
-/** Load the library. `read` maps a file name beside this module to its bytes. */
-export async function loadNative(read, { relaxed = hasFusedRelaxedSimd() } = {}) {
+const MEMORY = { initial: 512, maximum: 65535, shared: true }; // in pages of 64 KB
+
+/** Memory for the library. Also where nothing can be shared: the threads of the library are compiled into it. */
+function makeMemory() {
+  for (let { maximum } = MEMORY; ; maximum >>= 1) {
+    try {
+      return new WebAssembly.Memory({ ...MEMORY, maximum });
+    } catch {
+      if (maximum < 4096) throw new TabError("memory", "The browser does not give the tab memory for a model.");
+    }
+  }
+}
+
+const MAX_THREADS = 4;
+const START_SECONDS = 10;
+const STACK_BYTES = 1 << 20;
+
+/** How many threads to compute with: more than one needs a page that is cross-origin isolated. */
+const threadsHere = () => (globalThis.crossOriginIsolated ? Math.min(navigator.hardwareConcurrency, MAX_THREADS) : 1);
+
+const startWorker = () => new Worker(new URL("thread.js", import.meta.url), { type: "module" });
+
+/** Load the library. `read` maps a file name beside this module to its bytes; `start` starts a worker with thread.js. */
+export async function loadNative(read, { relaxed = hasFusedRelaxedSimd(), threads = threadsHere(), start = startWorker } = {}) {
   const packed = await read(relaxed ? "unspool-relaxed.wasm.gz" : "unspool.wasm.gz");
   let module;
   try {
@@ -32,16 +54,22 @@ export async function loadNative(read, { relaxed = hasFusedRelaxedSimd() } = {})
   } catch {
     throw new TabError("no_simd", "This browser does not have WebAssembly SIMD; use a newer one.");
   }
-  const imports = { wasi_snapshot_preview1: systemCalls(() => instance.exports.memory) };
-  const instance = await WebAssembly.instantiate(module, imports);
-  return new Native(instance, relaxed ? "relaxed" : "simd128");
+  const memory = makeMemory();
+  const native = new Native(await instantiate(module, memory), memory, relaxed ? "relaxed" : "simd128");
+  await native.startThreads(module, threads, start);
+  return native;
+}
+
+/** An instance of the library on a memory; each thread has one. */
+export function instantiate(module, memory) {
+  return WebAssembly.instantiate(module, { env: { memory }, wasi_snapshot_preview1: systemCalls(memory) });
 }
 
 /** The library has no files, clock or environment: its system calls report none. */
-function systemCalls(memoryOf) {
+function systemCalls(memory) {
   const calls = {
     environ_sizes_get: (count, bytes) => {
-      const view = new DataView(memoryOf().buffer);
+      const view = new DataView(memory.buffer);
       view.setUint32(count, 0, true);
       view.setUint32(bytes, 0, true);
       return 0;
@@ -56,14 +84,43 @@ function systemCalls(memoryOf) {
 const ALIGNMENT = 64;
 
 export class Native {
-  constructor(instance, instructionSet) {
+  constructor(instance, memory, instructionSet) {
     this.calls = instance.exports;
+    this.memory = memory;
     this.instructionSet = instructionSet;
+    this.threads = 1;
     this.calls._initialize();
+    this.calls.unspool_isa(); // chooses the kernels, before threads do
+  }
+
+  /** Start threads besides this one. If one of them does not start in time, there is only this one. */
+  async startThreads(module, count, start) {
+    const workers = [];
+    try {
+      for (let index = 1; index < count; index++) workers.push(start());
+      await Promise.all(workers.map((worker, n) => this.startThread(worker, module, n + 1)));
+      this.threads = count;
+    } catch (error) {
+      console.warn(`computing with one thread: ${error.message}`);
+      for (const worker of workers) worker.terminate();
+    }
+  }
+
+  startThread(worker, module, index) {
+    const tls = this.allocate(this.calls.__tls_size.value);
+    const stack = this.allocate(STACK_BYTES) + STACK_BYTES;
+    worker.postMessage({ module, memory: this.memory, tls, stack, index });
+    let timer;
+    const started = new Promise((done, failed) => {
+      timer = setTimeout(() => failed(new Error("a thread has not started in time")), START_SECONDS * 1000);
+      worker.onmessage = done;
+      worker.onerror = () => failed(new Error("a thread cannot be started"));
+    });
+    return started.finally(() => clearTimeout(timer));
   }
 
   get buffer() {
-    return this.calls.memory.buffer;
+    return this.memory.buffer;
   }
 
   /** Memory that starts on a cache line. Never freed: it belongs to the model. */

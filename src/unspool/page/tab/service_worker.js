@@ -1,5 +1,6 @@
-// Keeps the page for use without a network. `unspool page --static` puts VERSION and FILES before this text and writes it
-// beside the document as sw.js. The engine stores the model itself.
+// Keeps the page for use without a network, and isolates it from other origins, so that the engine can have threads.
+// `unspool page --static` puts VERSION and FILES before this text and writes it beside the document as sw.js. The engine
+// stores the model itself.
 
 const PREFIX = "unspool-page-";
 
@@ -16,6 +17,13 @@ addEventListener("activate", (event) => {
   event.waitUntil(dropOthers());
 });
 
+function isolated({ body, status, headers }) {
+  const all = new Headers(headers);
+  all.set("cross-origin-opener-policy", "same-origin");
+  all.set("cross-origin-embedder-policy", "require-corp");
+  return new Response(body, { status, headers: all });
+}
+
 addEventListener("fetch", (event) => {
   const { request } = event;
   const url = new URL(request.url);
@@ -23,7 +31,8 @@ addEventListener("fetch", (event) => {
   const answer = async () => {
     const cache = await caches.open(PREFIX + VERSION);
     const kept = request.mode === "navigate" ? await cache.match("./") : await cache.match(request, { ignoreSearch: true });
-    return kept ?? fetch(request);
+    const response = kept ?? await fetch(request);
+    return response.ok ? isolated(response) : response;
   };
   event.respondWith(answer());
 });

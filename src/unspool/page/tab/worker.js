@@ -33,7 +33,7 @@ async function openModel({ source, name }) {
       unspool: {
         loaded: true, loading: false, bytes: info.file_bytes, fits: true, source: "browser", default: typeof source === "string",
         system_fingerprint: null, context: info.context, vocabulary: info.vocab_size, precision: info.quantization,
-        device: `this browser (${info.instruction_set})`, chat: info.has_chat, tools: null, layers: info.layers, heads: info.heads,
+        device: `this browser (${info.instruction_set}, ${info.threads === 1 ? "1 thread" : `${info.threads} threads`})`, chat: info.has_chat, tools: null, layers: info.layers, heads: info.heads,
         width: info.width, sight: "causal", mask_id: null,
       },
     };

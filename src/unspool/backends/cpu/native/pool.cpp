@@ -1,31 +1,14 @@
 #include "pool.h"
 
-#if defined(__wasm__)  // one thread, which never ends
+#include <new>
 
-extern "C" int __cxa_thread_atexit(void (*)(void*), void*, void*) { return 0; }
-
-namespace unspool {
-
-void Progress::finish(int32_t, int32_t) {}
-void Progress::wait(int32_t) {}
-
-bool run_on_pool(int count, Job job, void* argument) {
-    if (count > 1) return false;
-    job(argument, 0, 1);
-    return true;
-}
-
-}  // namespace unspool
-
-#else
-
+#if !defined(__wasm__)
 #include <condition_variable>
 #include <mutex>
-#include <new>
 #include <system_error>
 #include <thread>
-
-#if !defined(_WIN32)
+#endif
+#if !defined(_WIN32) && !defined(__wasm__)
 #include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
@@ -56,6 +39,8 @@ constexpr int kSpinsBeforeSleep = 20000;  // between runs: the next token follow
 void sleep_while(std::atomic<int32_t>* number, int32_t expected) {
 #if defined(__linux__)
     syscall(SYS_futex, number, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
+#elif defined(__wasm__)
+    __builtin_wasm_memory_atomic_wait32(reinterpret_cast<int32_t*>(number), expected, -1);
 #else
     if (number->load() == expected) std::this_thread::yield();
 #endif
@@ -64,10 +49,84 @@ void sleep_while(std::atomic<int32_t>* number, int32_t expected) {
 void wake_all(std::atomic<int32_t>* number) {
 #if defined(__linux__)
     syscall(SYS_futex, number, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+#elif defined(__wasm__)
+    __builtin_wasm_memory_atomic_notify(reinterpret_cast<int32_t*>(number), -1);
 #else
     (void)number;
 #endif
 }
+
+}  // namespace
+
+void Progress::finish(int32_t tasks, int32_t finished) {
+    if (finished == 0) return;
+    // Sequentially consistent with `asleep` below: either we see the sleeper, or it sees that all
+    // is done.
+    const int32_t all = done.fetch_add(finished) + finished;
+    if (all == tasks && asleep.load() > 0) wake_all(&done);
+}
+
+void Progress::wait(int32_t tasks) {
+    for (int spin = 0; spin < kSpinsInside; ++spin) {
+        if (done.load(std::memory_order_acquire) >= tasks) return;
+        pause_briefly();
+    }
+    // The other threads are not running: spinning would only take time from them.
+    asleep.fetch_add(1);
+    for (int32_t now = done.load(); now < tasks; now = done.load()) sleep_while(&done, now);
+    asleep.fetch_sub(1);
+}
+
+#if defined(__wasm__)
+
+// Threads are workers of the browser: the page starts each of them with the same memory, where it
+// calls unspool_work and stays.
+namespace {
+
+struct Pool {
+    std::atomic<int32_t> call{0};  // number of the job
+    Progress others;               // one task for each thread but the caller
+    Job job = nullptr;
+    void* argument = nullptr;
+    int count = 1;
+};
+
+Pool pool;
+
+}  // namespace
+
+bool run_on_pool(int count, Job job, void* argument) {
+    if (count > 1) {
+        pool.job = job;
+        pool.argument = argument;
+        pool.count = count;
+        new (&pool.others) Progress;
+        pool.call.fetch_add(1);
+        wake_all(&pool.call);
+    }
+    job(argument, 0, count);
+    if (count > 1) pool.others.wait(count - 1);
+    return true;
+}
+
+}  // namespace unspool
+
+// Takes part in every job with more than one thread, as thread `index` from 1 on; never returns.
+extern "C" void unspool_work(int32_t index) {
+    using namespace unspool;
+    for (int32_t last_call = 0;; ++last_call) {
+        for (int spin = 0; spin < kSpinsBeforeSleep && pool.call.load() == last_call; ++spin) {}
+        while (pool.call.load() == last_call) sleep_while(&pool.call, last_call);
+        pool.job(pool.argument, index, pool.count);
+        pool.others.finish(pool.count - 1, 1);
+    }
+}
+
+extern "C" int __cxa_thread_atexit(void (*)(void*), void*, void*) { return 0; }  // none ends
+
+#else
+
+namespace {
 
 // Blocks signals in this thread, and in threads it starts: handlers never run on worker threads.
 class BlockedSignals {
@@ -196,25 +255,6 @@ Pool& pool() {
 }
 
 }  // namespace
-
-void Progress::finish(int32_t tasks, int32_t finished) {
-    if (finished == 0) return;
-    // Sequentially consistent with `asleep` below: either we see the sleeper, or it sees that all
-    // is done.
-    const int32_t all = done.fetch_add(finished) + finished;
-    if (all == tasks && asleep.load() > 0) wake_all(&done);
-}
-
-void Progress::wait(int32_t tasks) {
-    for (int spin = 0; spin < kSpinsInside; ++spin) {
-        if (done.load(std::memory_order_acquire) >= tasks) return;
-        pause_briefly();
-    }
-    // The other threads are not running: spinning would only take time from them.
-    asleep.fetch_add(1);
-    for (int32_t now = done.load(); now < tasks; now = done.load()) sleep_while(&done, now);
-    asleep.fetch_sub(1);
-}
 
 bool run_on_pool(int count, Job job, void* argument) {
     if (count <= 1) {

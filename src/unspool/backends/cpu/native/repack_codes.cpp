@@ -318,6 +318,7 @@ RepackBlock codes_repacker(const Matrix& m, int32_t type) {
             return repacker<IQ4_NL>(m);
         case kTypeIQ4_XS:
             return repacker<IQ4_XS>(m);
+#if !defined(__wasm__)  // the page in a browser tab does not read these
         case kTypeMXFP4:
             return repacker<MXFP4>(m);
         case kTypeNVFP4:
@@ -342,6 +343,7 @@ RepackBlock codes_repacker(const Matrix& m, int32_t type) {
             return repacker<TQ2_0>(m);
         case kTypeQ1_0:
             return repacker<Q1_0>(m);
+#endif
         default:
             return nullptr;
     }
