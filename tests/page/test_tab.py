@@ -292,8 +292,8 @@ def test_write_choose_and_reload_without_a_network(chromium: Any, host: Host) ->
         written = tokens(page).all_inner_texts()
         tokens(page).nth(3).click()
         page.locator("#side-panel .candidate:not(.picked)").first.click()
-        finished(page)
         expect(page.locator("#text .t.chosen")).to_have_count(1)
+        finished(page)
         page.get_by_role("button", name="Undo").click()
         expect(tokens(page)).to_have_text(written)
         page.evaluate("navigator.serviceWorker.ready.then(() => null)")
@@ -311,6 +311,7 @@ def test_a_link_opens_the_text(tab: Page, host: Host) -> None:
     finished(tab)
     tokens(tab).nth(4).click()
     tab.locator("#side-panel .candidate:not(.picked)").first.click()
+    expect(tab.locator("#text .t.chosen")).to_have_count(1)
     finished(tab)
     written = tokens(tab).all_inner_texts()
     link = tab.evaluate(
