@@ -5,7 +5,8 @@ python bench/steering.py effect         # effect and perplexity against the stre
 python bench/steering.py figure         # docs/images/steering.svg, from the results of effect
 python bench/steering.py patch          # a sweep, beside the same one with hooks on transformers
 
-Results are JSON on standard output, or in the file of --out.
+Results are JSON on standard output, or in the file of --out. With --cpu-time, patch gives each side
+one thread and measures the processor's time, which other load on the machine changes less.
 """
 
 from __future__ import annotations
@@ -119,16 +120,21 @@ def main() -> None:
     parser.add_argument("what", choices=("fit", "effect", "figure", "patch"))
     parser.add_argument("--out", type=Path, help="write the results to this file")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of each answer")
+    parser.add_argument("--cpu-time", action="store_true", help="of one thread; not seconds")
     options = parser.parse_args()
     if options.what == "figure":
         results = json.loads((options.out or DATA).read_text(encoding="utf-8"))
         IMAGE.write_text(draw(results["effects"]), encoding="utf-8")
         return
-    results = {"fit": fit, "effect": lambda: effect(options.tokens), "patch": patch}[options.what]()
+    results = {
+        "fit": fit,
+        "effect": lambda: effect(options.tokens),
+        "patch": lambda: patch(is_cpu_time=options.cpu_time),
+    }[options.what]()
     facts = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "command": f"python bench/steering.py {options.what}",
+        "command": f"python bench/steering.py {options.what}{' --cpu-time' * options.cpu_time}",
     }
     text = json.dumps({**facts, **results}, indent=1)
     if options.out is None:
@@ -288,29 +294,37 @@ ANSWER, OTHER = " Rome", " Paris"
 WARM_UP = ("The colour of the sky is", "The colour of the grass is")
 
 
-def patch() -> dict[str, Any]:
+def patch(*, is_cpu_time: bool) -> dict[str, Any]:
     """Time of sweeps over layers and positions, and of the same with hooks on transformers."""
     import torch
     import transformers
 
+    clock = time.process_time if is_cpu_time else time.perf_counter
     rows = []
-    with unspool.load() as lm:
+    with unspool.load(threads=1 if is_cpu_time else None) as lm:
         answer, other = (lm.single_token(text) for text in (ANSWER, OTHER))
         path = lm.path
         lm.patch(*WARM_UP, answer=answer, other=other, layers=[0], progress=False)
         for texts in PAIRS:
             ids = [list(lm.prompt_ids(text)) for text in texts]
-            started = time.perf_counter()
+            started = clock()
             sweep = lm.patch(*ids, answer=answer, other=other, progress=False)
-            seconds = time.perf_counter() - started
+            seconds = clock() - started
             rows.append(
                 {"ids": ids, "values": sweep.values, "cells": len(sweep.cells), "seconds": seconds}
             )
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     ).eval()
+    if is_cpu_time:
+        torch.set_num_threads(1)
+    with torch.no_grad():
+        for _ in range(3):  # warm
+            model(torch.tensor([rows[-1]["ids"][0]]))
     for row in rows:
-        hooked, seconds = _patch_with_hooks(model, row.pop("ids"), [answer, other])
+        started = clock()
+        hooked = _patch_with_hooks(model, row.pop("ids"), [answer, other])
+        seconds = clock() - started
         values = row.pop("values")
         row |= {
             "tokens": values.shape[1],
@@ -322,7 +336,7 @@ def patch() -> dict[str, Any]:
     return {"sweeps": rows}
 
 
-def _patch_with_hooks(model: Any, ids: list[list[int]], tokens: list[int]) -> tuple[Any, float]:
+def _patch_with_hooks(model: Any, ids: list[list[int]], tokens: list[int]) -> Any:
     """The same sweep with forward hooks: every layer and position, one forward pass each."""
     import torch
 
@@ -334,7 +348,6 @@ def _patch_with_hooks(model: Any, ids: list[list[int]], tokens: list[int]) -> tu
         return float(logits[0, -1, tokens[0]] - logits[0, -1, tokens[1]])
 
     with torch.no_grad():
-        started = time.perf_counter()
         values = np.full((len(layers), len(ids[0])), gap(model(corrupted).logits))
         after: list[Any] = []
         handles = [
@@ -359,8 +372,7 @@ def _patch_with_hooks(model: Any, ids: list[list[int]], tokens: list[int]) -> tu
                 handle = layer.register_forward_hook(replace)
                 values[number, position] = gap(model(corrupted, logits_to_keep=1).logits)
                 handle.remove()
-        seconds = time.perf_counter() - started
-    return values, seconds
+    return values
 
 
 def _hidden(output: Any) -> Any:

@@ -159,7 +159,7 @@ def steering_table(results: dict[str, Any], selection: str) -> str:
             for row in results["sweeps"]
         ]
         header = ["tokens", "cells", "Unspool, s", "hooks, s", "ratio", "largest difference"]
-        return table(header, rows)
+        return f"{table(header, rows)}\n\n{results['date']}: `{results['command']}`."
     head = "| strength | preference, nats a token | tokens of an answer | perplexity | answer |"
     lines = [head, "|---|---|---|---|---|"]
     for row in results["effects"]:
