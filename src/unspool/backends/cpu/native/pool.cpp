@@ -115,7 +115,10 @@ bool run_on_pool(int count, Job job, void* argument) {
 extern "C" void unspool_work(int32_t index) {
     using namespace unspool;
     for (int32_t last_call = 0;; ++last_call) {
-        for (int spin = 0; spin < kSpinsBeforeSleep && pool.call.load() == last_call; ++spin) {}
+        for (int spin = 0; spin < kSpinsBeforeSleep; ++spin) {
+            if (pool.call.load() != last_call) break;
+            pause_briefly();
+        }
         while (pool.call.load() == last_call) sleep_while(&pool.call, last_call);
         pool.job(pool.argument, index, pool.count);
         pool.others.finish(pool.count - 1, 1);
