@@ -212,7 +212,7 @@ def draw(results: dict[str, Any]) -> None:
             ]
             labels = ["(country)" if label.strip() in CAPITALS else label for label in labels]
             axis.set_xticks(range(len(labels)), labels, rotation=60, ha="right", fontsize=7)
-            axis.set_title(f"{name.split('.')[0]}: {titles[site]}", fontsize=8)
+            axis.set_title(f"{Path(name).stem}: {titles[site]}", fontsize=8)
             axis.set_ylabel("layer")
         figure.colorbar(image, ax=row[2], label="restored")
         scores = np.array(result["induction"]["scores"])
