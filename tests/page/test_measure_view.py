@@ -133,10 +133,10 @@ def test_a_comparison_from_a_file_is_drawn_and_what_is_wrong_said(
         json.dumps(Comparison([make_report("slow", 9.0), make_report("quick", 2.0)]).to_dict())
     )
     view.locator("#measure-file").set_input_files(pair)
+    expect(view.locator("svg")).to_have_count(4)  # drawn
     assert figure(view, "per token") == ["9 ms", "8.1 … 9.9 ms", "2 ms (better)", "1.8 … 2.2 ms"]
     assert figure(view, "share")[:2] == ["25 %", "12.5 … 50 %"]
     assert figure(view, "missing")[0] == "–"
-    expect(view.locator("svg")).to_have_count(4)
     expect(view.locator(".msr-plots figure").first.locator(".msr-reference")).to_have_count(1)
     axes = view.locator(".msr-plots figure").evaluate_all(
         "(all) => all.map((one) => [...one.querySelectorAll('text.end')].map((t) => t.textContent))"
