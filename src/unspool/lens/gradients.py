@@ -206,9 +206,9 @@ def _baseline_embeddings(
 
     if baseline is None:
         with torch.no_grad():
-            mean = model.embed.weight.float().mean(0).to(model.embed.weight.dtype)
-            rows = model.embed(torch.tensor([list(ids)], device=mean.device))
-            rows[:, 1 if len(ids) > 1 else 0 :] = mean
+            weight = model.embed.weight
+            rows = model.embed(torch.tensor([list(ids)], device=weight.device))
+            rows[:, 1 if len(ids) > 1 else 0 :] = weight.mean(0, dtype=torch.float32)
             return model.finish_embeddings(rows, np.arange(len(ids)))
     other = to_token_ids(lm, baseline)
     if len(other) < len(ids):

@@ -39,8 +39,7 @@ _HEADERS = {
     "content-security-policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",  # with the next one: threads in a browser tab
-    "cross-origin-embedder-policy": "require-corp",
+    "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",  # browsers revalidate each time; unchanged files answer 304
     "vary": "accept-encoding",
 }
