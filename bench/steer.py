@@ -1,6 +1,10 @@
 """What interventions cost: milliseconds of a decode step with and without them, at several rows.
 
     python bench/steer.py model.gguf --rows 1 16 64
+    python bench/steer.py 8b --device cuda          a shape of bench/lib/shapes.py, random weights
+
+On a GPU whole texts are written, as a step is launched before the previous one has ended; tokens/s
+become milliseconds of a step.
 
 Plain and steered steps alternate on the same model, so that other load on the machine meets both.
 With `--cpu-time` one thread is used and the processor's time is measured, which other load changes
@@ -71,6 +75,54 @@ def measure(
     return statistics.median(times[0]), statistics.median(times[1] or [0.0])
 
 
+def load_shape(name: str, device: str) -> Any:
+    """A model of a published shape with random weights, in 16 bits on a GPU."""
+    import torch
+
+    from lib.shapes import SHAPES, RandomCheckpoint
+    from unspool.backends.cuda.load import load_weights
+    from unspool.backends.cuda.model import CudaModel
+    from unspool.model.files.config_json import config_from_hf
+
+    checkpoint = RandomCheckpoint(config_from_hf(dict(SHAPES[name])))
+    weights = load_weights(checkpoint, dtype=torch.bfloat16, device=torch.device(device))
+    return unspool.LanguageModel(CudaModel(weights, lambda: "random"), None, context=512)
+
+
+def measure_texts(
+    lm: Any, rows: int, turns: int, clock: Callable[[], float], *, steered: bool, mixed: bool
+) -> tuple[float, float]:
+    """Median milliseconds of a step while as many texts are written, plain and steered."""
+    prompt, steps = list(range(50, 82)), 256
+    times: list[list[float]] = [[], []]
+
+    def write(number: int) -> float:
+        streams = [
+            lm.stream(
+                [row + 1, *prompt],
+                max_tokens=steps,
+                end=False,
+                temperature=0,
+                interventions=interventions_of(lm, row, mixed=mixed) if number else (),
+            )
+            for row in range(rows)
+        ]
+        for stream in streams:
+            next(stream)  # prompts are read
+        start = clock()
+        for stream in streams:
+            for _ in stream:
+                pass
+        return (clock() - start) * 1000 / (steps - 1)
+
+    for turn in range(turns + 1):
+        for number in (0, 1) if steered else (0,):
+            ms = write(number)
+            if turn:
+                times[number].append(ms)
+    return statistics.median(times[0]), statistics.median(times[1] or [0.0])
+
+
 def load_without_sites(path: str, threads: int | None) -> Any:
     """Load a model whose plan has no operations that change or read values."""
 
@@ -106,7 +158,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--turns", type=int, help="repetitions (CPU 40, GPU 5)")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--plain", action="store_true", help="only plain steps")
     parser.add_argument("--mixed", action="store_true", help="other interventions in each row")
@@ -114,17 +167,23 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="of one thread; not seconds")
     options = parser.parse_args()
     threads = 1 if options.cpu_time else options.threads
-    lm = unspool.load(options.model, threads=threads)
+    on_gpu = options.device != "cpu"
+    turns = options.turns or (5 if on_gpu else 40)
+    lm: Any = (
+        load_shape(options.model, options.device)
+        if on_gpu
+        else unspool.load(options.model, threads=threads)
+    )
     clock = time.process_time if options.cpu_time else time.perf_counter
     if options.unused:
         lms = [lm, load_without_sites(options.model, threads)]
         for rows in options.rows:
-            (present, absent), ratio = measure_unused(lms, rows, options.turns, clock)
+            (present, absent), ratio = measure_unused(lms, rows, turns, clock)
             print(f"{rows:>3} rows: {present:8.3f} ms, without {absent:8.3f} ms ({ratio - 1:+.2%})")
         return
     for rows in options.rows:
-        plain, steered = measure(
-            lm, rows, options.turns, clock, steered=not options.plain, mixed=options.mixed
+        plain, steered = (measure_texts if on_gpu else measure)(
+            lm, rows, turns, clock, steered=not options.plain, mixed=options.mixed
         )
         text = f"{rows:>3} rows: plain {plain:8.3f} ms"
         if not options.plain:

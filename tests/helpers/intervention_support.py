@@ -9,8 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from helpers.paged_texts import Text, batch_of
+from helpers.cuda_support import PAGES, backend
+from helpers.paged_texts import Library, RandomCheckpoint, Text, batch_of, config, host
+from helpers.parity import difference
 from unspool.backends.interventions import (
+    NATIVE_SITES,
+    SITES,
     Add,
     ClampFeature,
     Intervention,
@@ -20,10 +24,11 @@ from unspool.backends.interventions import (
     Scale,
     SpanCollector,
     resolve,
+    site_layers,
     site_width,
 )
 from unspool.backends.step import ObserveRequest, StepBatch
-from unspool.model.config import ModelConfig
+from unspool.model.config import ModelConfig, Recurrence
 
 OPS = ("add", "project_out", "replace", "scale", "clamp_feature", "mean_ablate")
 
@@ -158,3 +163,86 @@ class HookedModel:
         if site in ("head_out", "mlp_hidden"):
             return [module.register_forward_pre_hook(before, with_kwargs=True)]
         return [module.register_forward_hook(after)]
+
+
+CLOSE_STEERED = 3e-4
+_DELTA = Recurrence(conv_kernel=4, key_heads=2, value_heads=4, key_width=8, value_width=12)
+STEERED_MODELS: dict[str, dict[str, Any]] = {
+    "norms after, scales, token inputs": {
+        "norm_after": True, "layer_scale": True, "token_width": 8,
+        "attention_gate": True, "logit_softcap": 3.0, "embedding_scale": 2.0,
+    },
+    "parallel": {
+        "parallel": True, "norm": "layer", "out_bias": True, "logit_scale": 0.5,
+        "residual_scale": 0.6,
+    },
+    "recurrent with experts": {
+        "layers": 2, "mixers": ("delta", "attention"), "recurrence": _DELTA, "experts": 4,
+        "experts_per_token": 2, "expert_width": 24, "shared_width": 20,
+    },
+    "sums": {
+        "norm_sums": True, "norm_before": False, "norm": "layer", "embedding_norm": True,
+        "head_transform": True, "activation": "gelu", "gated": False,
+    },
+}  # fmt: skip
+
+
+def native_sites(shape: ModelConfig) -> list[tuple[str, int]]:
+    sites = [site for site in SITES if site in NATIVE_SITES]
+    return [(site, layer) for site in sites for layer in site_layers(shape, site)]
+
+
+def run_steered(
+    running: Any, lengths: list[int], steered: list[Any], look: Any = None, num_first: int = 0
+) -> Any:
+    """Logits of texts of these lengths, read in one step, or after their first tokens."""
+    library = Library(PAGES, running.vocab_size)
+    texts, observed, logits = [library.text(length) for length in lengths], None, []
+    counts = [lengths] if not num_first else [[num_first] * len(lengths)]
+    if num_first:
+        counts += [[length - num_first for length in lengths]]
+    for number, step in enumerate(counts):
+        batch = steered_batch(list(zip(texts, step, strict=True)), steered, look=look)
+        if running.state_bytes:
+            rows = np.arange(len(texts))
+            before = np.full_like(rows, -1) if not number else rows
+            batch.state_slots = np.stack((before, rows), 1)
+        result = running.launch(batch).result()
+        for text, count in zip(texts, step, strict=True):
+            text.read += count
+        logits.append(host(result.logits))
+        observed = result.observations
+    return np.concatenate(logits), observed
+
+
+def check_changes_and_readings(name: str, make_reference: Any, make_model: Any) -> None:
+    """The backends of two kinds of models change and read the same numbers, at every site.
+
+    Short rows are decoded in a captured graph on a GPU, long ones are prompts.
+    """
+    shape = config(**{"layers": 1, "context": 128, **STEERED_MODELS[name]})
+    checkpoint = RandomCheckpoint(shape)
+    reference, running = (backend(make(checkpoint)) for make in (make_reference, make_model))
+    rng, sites = np.random.default_rng(len(name)), native_sites(shape)
+    everywhere = tuple(random_intervention(shape, [site], rng) for site in sites)
+    several = tuple(random_intervention(shape, sites, rng) for _ in range(4))
+    look = ObserveRequest(
+        tokens=np.array([2, 16, 19]), sites=tuple(sites), residuals=np.array([3]),
+        parts=np.array([18]),
+    )  # fmt: skip
+    expected, actual = (
+        run_steered(b, [17, 3], [everywhere, several], look) for b in (reference, running)
+    )
+    size = max(1.0, float(np.abs(expected[0]).max()))
+    assert difference(actual[0], expected[0]) < CLOSE_STEERED * size
+    assert difference(actual[1].residuals, expected[1].residuals) < CLOSE_STEERED * 10
+    assert difference(actual[1].parts, expected[1].parts) < CLOSE_STEERED * 10
+    for key, values in expected[1].sites.items():
+        bound = CLOSE_STEERED * max(5.0, float(np.abs(values).max()))
+        assert difference(actual[1].sites[key], values) < bound, key
+    plain = run_steered(running, [17, 3], [(), ()])[0]
+    assert difference(plain, actual[0]) > 0.01, "nothing is changed"
+    lengths, changes = [2, 3], [several, everywhere]
+    expected, actual = (run_steered(b, lengths, changes, num_first=1) for b in (reference, running))
+    size = max(1.0, float(np.abs(expected[0]).max()))
+    assert difference(actual[0], expected[0]) < CLOSE_STEERED * size
