@@ -25,6 +25,7 @@ from helpers.cuda_support import (
 )
 from helpers.paged_texts import Library, RandomCheckpoint, config, look
 from helpers.parity import ODD_SHAPES, check_seen, difference, looked_at
+from unspool.backends.cuda import attention
 from unspool.backends.step import Backend, LoadedModel
 
 CLOSE = 2e-4  # of logits of size 10, in 32 bits
@@ -167,3 +168,21 @@ def test_saved_and_loaded_with_unspool_load(name: str, tmp_path: Path, device: s
     ):
         assert type(gpu.model).__name__ == "CudaModel"
         assert written(gpu, prompt_list, **options) == written(cpu, prompt_list, **options)
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64), (6, 1, 128), (3, 3, 16)], ids=str)
+def test_long_chunks_by_cudnn(
+    heads: tuple[int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
+):
+    """As near to 32 bits as our own kernel, with a past and without."""
+    sizes = dict(zip(("heads", "kv_heads", "head_width"), heads, strict=True))
+    checkpoint = RandomCheckpoint(config(layers=2, context=512, **sizes))
+    fast = cuda_model(checkpoint, dtype="bfloat16", device=device)
+    logits = []
+    for model, long_chunk in ((torch_model(checkpoint), 0), (fast, 1 << 30), (fast, 17)):
+        monkeypatch.setattr(attention, "LONG_CHUNK", long_chunk)
+        running = backend(model, context=512, pages=200)
+        logits.append(read_in_many_ways(running, checkpoint.config.vocab_size, long=300))
+    true, ours, theirs = logits
+    assert not np.array_equal(ours, theirs), "cuDNN did not run"
+    assert distance(theirs, true) < 1.5 * distance(ours, true) + 1e-3

@@ -104,7 +104,7 @@ def attention(dtype: torch.dtype, lines: int, **options: Any) -> None:
         texts.qkv, texts.out, *shared_args, texts.scratch, new=True, pieces=4, pdl=True
     )
     for exact in (False, True):
-        work = prefill_shape(layer, dtype, exact)
+        work = prefill_shape(layer, dtype, torch.device("cpu"), exact)
         tiles = chunk_tiles(np.array([0, lines]), np.array([0]), np.full(lines, 40), work)
         prefill_attention(texts.qkv, texts.out, *shared_args, torch.from_numpy(tiles), exact=exact)
 

@@ -150,7 +150,7 @@ def prefill_run(texts: Texts, exact: bool = False) -> torch.Tensor:
     slots = lines.table_rows.cpu().numpy()[texts.starts[:-1]].astype(np.int64)
     tiles = chunk_tiles(
         texts.starts, slots, lines.ends.cpu().numpy().astype(np.int64),
-        attention.prefill_shape(texts.layer, texts.qkv.dtype, exact),
+        attention.prefill_shape(texts.layer, texts.qkv.dtype, texts.qkv.device, exact),
     )  # fmt: skip
     attention.prefill_attention(
         texts.qkv, out, texts.keys, texts.values, texts.layer, lines,
@@ -244,7 +244,7 @@ def test_it_does_not_matter_where_a_chunk_began():
 def test_programs_with_most_to_see_come_first():
     starts, slots = np.array([0, 5, 105]), np.array([4, 2])
     ends = np.concatenate((np.arange(996, 1001), np.arange(1, 101)))
-    tiles = chunk_tiles(starts, slots, ends, (3, 64))
+    tiles = chunk_tiles(starts, slots, ends, attention.PrefillShape(3, 64))
     assert tiles.tolist() == [
         [0, 5, 0, 4], [5, 100, 256, 2], [5, 100, 192, 2], [5, 100, 128, 2], [5, 100, 64, 2],
         [5, 100, 0, 2],

@@ -27,6 +27,7 @@ from helpers.cuda_support import (
 )
 from helpers.paged_texts import Library, RandomCheckpoint, batch_of, config, host, look
 from helpers.parity import ODD_SHAPES, check_seen, difference
+from unspool.backends.cuda import attention
 from unspool.backends.step import ObserveRequest
 from unspool.model.config import LayerShape, Recurrence, Rotary
 from unspool.sampling import SamplingSettings
@@ -106,6 +107,40 @@ def test_however_the_tokens_arrive(name: str):
     )
     assert expected.std() > 0.2, "a model that says nothing would prove nothing"
     assert difference(actual, expected) < CLOSE
+
+
+def plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What cuDNN computes in `attention._library_attention`."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1).float() for x in (key, value))
+    scores = torch.einsum("qhd,khd->qhk", query.float(), key) * scale
+    if causal:
+        hidden = torch.ones(len(query), len(key), dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden[:, None], -torch.inf)
+    out = torch.einsum("qhk,khd->qhd", scores.softmax(-1), value)
+    return out.to(query.dtype), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("name", ["as llama", "as gemma"])
+def test_long_chunks_by_the_library(name: str, monkeypatch: pytest.MonkeyPatch):
+    """With a past and without, alone and beside other texts; a window's layers use our kernel."""
+    shape = config(**{"layers": 1, "context": 128, **MODELS[name], "attention_softcap": 0.0})
+    model = cuda_model(RandomCheckpoint(shape), dtype="float16")
+    expected = read_in_many_ways(backend(model), shape.vocab_size)
+    pasts = list[int]()
+
+    def library(query: Any, key: Any, value: Any, scale: float, causal: bool) -> Any:
+        pasts.append(0 if causal else len(key))
+        return plain_attention(query, key, value, scale, causal)
+
+    monkeypatch.setattr(attention, "LONG_CHUNK", 17)
+    monkeypatch.setattr(attention, "_has_fast_cudnn", lambda device: True)
+    monkeypatch.setattr(attention, "_library_attention", library)
+    actual = read_in_many_ways(backend(model), shape.vocab_size)
+    np.testing.assert_allclose(actual, expected, atol=0.02 * float(np.abs(expected).max()))
+    assert max(pasts) > 0 and 0 in pasts
 
 
 _DELTA = Recurrence(conv_kernel=4, key_heads=2, value_heads=4, key_width=8, value_width=12)

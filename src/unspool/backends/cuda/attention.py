@@ -5,10 +5,11 @@ Nothing here allocates or synchronizes, so every launch can be captured in a gra
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,8 @@ WARPS, NEW_WARPS, MANY_WARPS = 4, 4, 2  # per program
 PREFILL_TILES = {128: (128, 64, 4), 256: (128, 64, 2), 1 << 30: (64, 32, 2)}
 PREFILL_WARPS = 8
 EXACT_ROWS = 64  # rows of an exact program; fewer if heads are wide
+LONG_CHUNK = 1024  # new tokens of a text from which on cuDNN's attention is faster than our kernel
+LONG_HEAD = 128  # widest head for which this was measured
 
 LOG2_E = math.log2(math.e)
 
@@ -302,8 +305,50 @@ def decode_attention(
     )  # fmt: skip
 
 
+class PrefillShape(NamedTuple):
+    """What the work list of `prefill` depends on."""
+
+    group: int  # query heads per key head
+    rows: int  # tokens times these heads per program
+    skips_long: bool = False  # whether `attend_long` serves long chunks
+
+
+def prefill_shape(
+    layer: AttentionLayer, dtype: torch.dtype, device: torch.device, exact: bool
+) -> PrefillShape:
+    rows, is_float32 = _prefill_tile(layer)[0], dtype == torch.float32
+    if is_float32:
+        rows = ROWS
+    elif exact:
+        rows = max(ROWS, EXACT_ROWS * 128 // max(128, tile_width(layer.head_width)))
+    is_plain = not (layer.window or layer.softcap or layer.sinks is not None)
+    fits = layer.head_width <= LONG_HEAD and layer.head_width % 8 == 0
+    has_library = is_plain and fits and _has_fast_cudnn(device)
+    return PrefillShape(
+        layer.heads // layer.kv_heads, rows, has_library and not (exact or is_float32)
+    )
+
+
+@functools.cache
+def _has_fast_cudnn(device: torch.device) -> bool:
+    """Whether cuDNN has attention kernels for this GPU that are faster than ours (Hopper's)."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return bool(torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled())
+
+
+def long_chunks(starts: Ints, positions: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
+    """Which chunks are long, and each of their tokens sees all tokens up to itself."""
+    is_causal = np.minimum.reduceat(ends == positions + 1, starts[:-1])
+    return is_causal & (np.diff(starts) >= LONG_CHUNK)
+
+
 def chunk_tiles(
-    starts: Ints, slots: Ints, ends: Ints, shape: tuple[int, int]
+    starts: Ints,
+    slots: Ints,
+    ends: Ints,
+    shape: PrefillShape,
+    is_long: npt.NDArray[np.bool_] | None = None,
 ) -> npt.NDArray[np.int32]:
     """Work list of `prefill`, programs with the longest context first: [programs, 4].
 
@@ -311,10 +356,12 @@ def chunk_tiles(
         starts: [chunks + 1]: first token of each chunk.
         slots: [chunks]: row of the block table of each chunk.
         ends: [tokens]: end of the visible context.
-        shape: see `prefill_shape`.
+        is_long: [chunks]: see `long_chunks`.
     """
-    group, rows = shape
+    group, rows, skips_long = shape
     counts = np.diff(starts)
+    if skips_long and is_long is not None:
+        counts = np.where(is_long, 0, counts)
     programs = -(-counts * group // rows)
     chunk = np.repeat(np.arange(len(counts)), programs)
     block = np.arange(len(chunk)) - np.repeat(np.cumsum(programs) - programs, programs)
@@ -322,16 +369,6 @@ def chunk_tiles(
     order = np.argsort(-ends[starts[chunk] + last_token], kind="stable")
     columns = (starts[chunk], counts[chunk], block * rows, slots[chunk])
     return np.stack(columns, 1)[order].astype(np.int32)
-
-
-def prefill_shape(layer: AttentionLayer, dtype: torch.dtype, exact: bool) -> tuple[int, int]:
-    """Query heads per key head, and rows (tokens times these heads) per program of `prefill`."""
-    rows = _prefill_tile(layer)[0]
-    if dtype == torch.float32:
-        rows = ROWS
-    elif exact:
-        rows = max(ROWS, EXACT_ROWS * 128 // max(128, tile_width(layer.head_width)))
-    return layer.heads // layer.kv_heads, rows
 
 
 def _prefill_tile(layer: AttentionLayer) -> tuple[int, int, int]:
@@ -354,9 +391,11 @@ def prefill_attention(
 
     The tokens of a chunk are contiguous in `qkv` and `lines`; tiles: `chunk_tiles` on the device.
     """
+    if not len(tiles):
+        return
     exact = exact or qkv.dtype == torch.float32
     shape = {**layer.shape, **layer.softmax_constants}
-    shape["ROWS"], stages = prefill_shape(layer, qkv.dtype, exact)[1], STAGES
+    shape["ROWS"], stages = prefill_shape(layer, qkv.dtype, qkv.device, exact).rows, STAGES
     if not exact:
         _, shape["TILE"], stages = _prefill_tile(layer)
     kernels.prefill[(layer.kv_heads, len(tiles))](
@@ -365,6 +404,60 @@ def prefill_attention(
         **shape, STAGES=stages, EXACT=exact,
         num_warps=WARPS if exact else PREFILL_WARPS, enable_fp_fusion=not exact,
     )  # fmt: skip
+
+
+# -- Long chunks by cuDNN
+#
+# It has no kernel for queries in the middle of a text. So the chunk's own keys and those before it
+# are two products, each with the logarithm of its sum of weights, from which they are merged.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LongChunk:
+    """Consecutive tokens of one text, each of which sees all tokens up to itself."""
+
+    first: int  # of the step's tokens
+    count: int
+    past: int  # tokens of the text before them
+    pages: Tensor  # of the text, up to the last of them
+
+    def tokens_of(self, cache: Tensor) -> Tensor:
+        """Keys or values of the text in one tensor, [tokens, kv_heads, head_width]."""
+        paged = cache.view(-1, PAGE_SIZE, *cache.shape[1:])
+        return paged.index_select(0, self.pages).flatten(0, 1)[: self.past + self.count]
+
+
+def attend_long(
+    qkv: Tensor, out: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer, chunk: LongChunk
+) -> None:
+    """Prefill attention of a long chunk, after `store_keys`; arguments: see `prefill_attention`."""
+    rows, past = slice(chunk.first, chunk.first + chunk.count), chunk.past
+    query, target = (
+        x[rows, : layer.out_width].unflatten(1, (layer.heads, layer.head_width)) for x in (qkv, out)
+    )
+    key, value = chunk.tokens_of(keys), chunk.tokens_of(values)
+    own, own_sums = _library_attention(query, key[past:], value[past:], layer.scale, True)
+    if not past:
+        target.copy_(own)
+        return
+    earlier, sums = _library_attention(query, key[:past], value[:past], layer.scale, False)
+    kernels.merge_parts[(chunk.count,)](
+        own, earlier, own_sums, sums, target, *own.stride()[:2], *earlier.stride()[:2],
+        *own_sums.stride(), *sums.stride(), target.stride(0), H=layer.heads, HD=layer.head_width,
+        HEADS=tile_width(layer.heads), WIDE=tile_width(layer.head_width), num_warps=4,
+    )  # fmt: skip
+
+
+def _library_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of tokens [n, heads, width], and the logarithms of their sums of weights
+    [n, heads]."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, causal, False, scale=scale
+    )
+    return out[0].transpose(0, 1), sums[0, :, :, 0].transpose(0, 1)
 
 
 def _optional_tensors(layer: AttentionLayer, placeholder: Tensor) -> tuple[Tensor, ...]:

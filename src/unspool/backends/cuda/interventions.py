@@ -56,7 +56,8 @@ class VectorPool:
         self.num_resets += 1
         needed = sum(arrays.values())
         if needed > len(self.data):
-            self.data = torch.zeros(2 * needed, device=self._device)
+            with torch.inference_mode(False):  # as the first one
+                self.data = torch.zeros(2 * needed, device=self._device)
 
     def place(self, intervention: Intervention, name: str) -> int:
         """Where an array begins; it is copied there unless it is there."""
@@ -80,7 +81,8 @@ class _Buffer:
         """Copy values to its start; return whether the tensor has moved."""
         has_moved = len(values) > len(self.data)
         if has_moved:
-            self.data = self.data.new_zeros(2 * len(values))
+            with torch.inference_mode(False):  # it is written with inference mode on and off
+                self.data = self.data.new_zeros(2 * len(values))
         self.data[: len(values)].copy_(to_device(values, self.data.device))
         return has_moved
 

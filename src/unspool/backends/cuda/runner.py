@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unspool.backends.cuda import attention
 from unspool.backends.cuda.adapters import Adapt, CudaAdapters
+from unspool.backends.cuda.attention import PAGE_SIZE
 from unspool.backends.cuda.experts import ExpertScratch, run_experts
 from unspool.backends.cuda.kernels import elementwise as row_kernels
 from unspool.backends.cuda.kernels.common import ACTIVATIONS
@@ -734,7 +735,8 @@ class PrefillBatch:
 
     tokens: Tensor
     rows: attention.DecodeRows
-    tiles: dict[tuple[int, int], Tensor]  # work lists of the attention kernel, by `prefill_shape`
+    tiles: dict[attention.PrefillShape, Tensor]  # work lists of the attention kernel
+    long_chunks: list[attention.LongChunk]
     states: StateRows | None
     logits_index: Tensor  # tokens whose logits are returned
     adapters: Ints | None  # adapter slot of each token
@@ -767,23 +769,33 @@ class PrefillRunner:
         runner = self._runner
         device, inputs, dtype = runner.weights.device, runner.inputs, runner.weights.dtype
         counts = np.diff(batch.row_starts)[batch_rows]
-        count = len(token_index)
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        table_rows, count = batch.slots[batch_rows] + 1, len(token_index)
+        positions, ends = batch.positions[token_index], batch.visible_end[token_index]
         # Aligned rows of any length: Triton compiles kernels anew for unaligned tensors.
         indices = np.zeros((3, -(-count // 4) * 4), np.int32)
-        indices[0, :count] = np.repeat(batch.slots[batch_rows], counts) + 1
-        indices[1, :count] = batch.positions[token_index]
-        indices[2, :count] = batch.visible_end[token_index]
+        indices[0, :count] = np.repeat(table_rows, counts)
+        indices[1, :count] = positions
+        indices[2, :count] = ends
         rows = attention.DecodeRows(inputs.table, *to_device(indices, device)[:, :count])
-        starts = np.concatenate(([0], np.cumsum(counts)))
-        table_rows, ends = batch.slots[batch_rows] + 1, batch.visible_end[token_index]
         shapes = {
-            attention.prefill_shape(layer, dtype, runner.exact)
+            attention.prefill_shape(layer, dtype, device, runner.exact)
             for layer in runner.attention_layers.values()
         }
+        is_long = attention.long_chunks(starts, positions, ends)
         tiles = {
-            shape: to_device(attention.chunk_tiles(starts, table_rows, ends, shape), device)
+            shape: to_device(
+                attention.chunk_tiles(starts, table_rows, ends, shape, is_long), device
+            )
             for shape in shapes
         }
+        long_chunks = [
+            attention.LongChunk(
+                int(starts[n]), int(counts[n]), int(positions[starts[n]]),
+                inputs.table[table_rows[n], : -(-int(ends[starts[n + 1] - 1]) // PAGE_SIZE)],
+            )
+            for n in np.flatnonzero(is_long)
+        ]  # fmt: skip
         states = None
         if runner.recurrent_layers:
             is_mine = np.isin(batch.state_captures[:, 0], token_index)
@@ -793,7 +805,7 @@ class PrefillRunner:
                 starts, batch.state_slots[batch_rows], captures, device, dtype
             )
         logits_rows = to_device(logits_index, device)
-        return PrefillBatch(tokens, rows, tiles, states, logits_rows, adapters)
+        return PrefillBatch(tokens, rows, tiles, long_chunks, states, logits_rows, adapters)
 
     def run(self, prefill: PrefillBatch, hooks: LayerHooks | None = None) -> Tensor:
         """Run the model; return logits [requested, vocabulary]."""
@@ -807,11 +819,14 @@ class PrefillRunner:
         def attend(layer: int, qkv: Tensor, out: Tensor) -> None:
             shape = runner.attention_layers[layer]
             keys, values = pages.keys(layer), pages.values(layer)
-            tiles = prefill.tiles[attention.prefill_shape(shape, weights.dtype, runner.exact)]
+            work = attention.prefill_shape(shape, weights.dtype, weights.device, runner.exact)
+            tiles = prefill.tiles[work]
             attention.store_keys(qkv, keys, values, shape, prefill.rows, pdl=False)
             attention.prefill_attention(
                 qkv, out, keys, values, shape, prefill.rows, tiles, exact=runner.exact
             )
+            for chunk in prefill.long_chunks if work.skips_long else ():
+                attention.attend_long(qkv, out, keys, values, shape, chunk)
 
         def recur(layer: int, projected: Tensor, out: Tensor, stats: Tensor | None) -> None:
             assert prefill.states is not None

@@ -480,3 +480,26 @@ def prefill(
     result = normalize(peak, total, mixed, heads, is_row, sinks, SINKS)
     out_offsets = (n.to(tl.int64) * H * HD + heads * HD)[:, None] + wide[None, :]
     tl.store(out + out_offsets, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def merge_parts(
+    first, second, first_sums, second_sums, out, FIRST_ROW, FIRST_HEAD, SECOND_ROW, SECOND_HEAD,
+    FIRST_SUM_ROW, FIRST_SUM_HEAD, SECOND_SUM_ROW, SECOND_SUM_HEAD, OUT_ROW,
+    H: tl.constexpr, HD: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Attention of a token over two sets of keys, from that over each of them and the logarithms of
+    their sums of weights."""
+    n = tl.program_id(0).to(tl.int64)
+    heads, wide = tl.arange(0, HEADS), tl.arange(0, WIDE)
+    real, inside = heads < H, (heads < H)[:, None] & (wide < HD)[None, :]
+    a = tl.load(first_sums + n * FIRST_SUM_ROW + heads * FIRST_SUM_HEAD, real, 0.0)
+    b = tl.load(second_sums + n * SECOND_SUM_ROW + heads * SECOND_SUM_HEAD, real, 0.0)
+    weight = (1.0 / (1.0 + tl.exp2((b - a) * 1.4426950408889634)))[:, None]
+    at = n * FIRST_ROW + heads[:, None] * FIRST_HEAD + wide[None, :]
+    x = tl.load(first + at, inside, 0.0).to(tl.float32)
+    at = n * SECOND_ROW + heads[:, None] * SECOND_HEAD + wide[None, :]
+    y = tl.load(second + at, inside, 0.0).to(tl.float32)
+    at = n * OUT_ROW + heads[:, None] * HD + wide[None, :]
+    result = weight * x + (1.0 - weight) * y
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
