@@ -178,6 +178,8 @@ def test_long_chunks_by_cudnn(
     sizes = dict(zip(("heads", "kv_heads", "head_width"), heads, strict=True))
     checkpoint = RandomCheckpoint(config(layers=2, context=512, **sizes))
     fast = cuda_model(checkpoint, dtype="bfloat16", device=device)
+    monkeypatch.setattr(attention, "LONG_PRODUCTS", 0)
+    monkeypatch.setattr(attention, "LONG_BLOCK", 64)
     logits = []
     for model, long_chunk in ((torch_model(checkpoint), 0), (fast, 1 << 30), (fast, 17)):
         monkeypatch.setattr(attention, "LONG_CHUNK", long_chunk)

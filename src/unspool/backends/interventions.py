@@ -882,7 +882,8 @@ class SpanCollector:
                 base = self._bases[branch.digest] = len(self._table)
                 self._table += branch.interventions
             shift = index - first
-            offset = span.offset + start - span.start
+            has_offset = branch.interventions[span.index].num_tokens > 0
+            offset = span.offset + start - span.start if has_offset else 0
             self._spans.append((start + shift, end + shift, base + span.index, offset))
 
     def build(self) -> StepInterventions | None:

@@ -39,8 +39,10 @@ WARPS, NEW_WARPS, MANY_WARPS = 4, 4, 2  # per program
 PREFILL_TILES = {128: (128, 64, 4), 256: (128, 64, 2), 1 << 30: (64, 32, 2)}
 PREFILL_WARPS = 8
 EXACT_ROWS = 64  # rows of an exact program; fewer if heads are wide
-LONG_CHUNK = 1024  # new tokens of a text from which on cuDNN's attention is faster than our kernel
-LONG_HEAD = 128  # widest head for which this was measured
+# cuDNN's attention is faster than `prefill` for chunks of at least so many tokens, and so many
+# products of a query and a key; measured for heads of at most this width.
+LONG_CHUNK, LONG_PRODUCTS, LONG_HEAD = 1024, 1 << 23, 128
+LONG_BLOCK = 1024  # it is given multiples of this: it plans for 40 ms when a shape is new
 
 LOG2_E = math.log2(math.e)
 
@@ -339,8 +341,8 @@ def _has_fast_cudnn(device: torch.device) -> bool:
 
 def long_chunks(starts: Ints, positions: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
     """Which chunks are long, and each of their tokens sees all tokens up to itself."""
-    is_causal = np.minimum.reduceat(ends == positions + 1, starts[:-1])
-    return is_causal & (np.diff(starts) >= LONG_CHUNK)
+    is_causal, counts = np.minimum.reduceat(ends == positions + 1, starts[:-1]), np.diff(starts)
+    return is_causal & (counts >= LONG_CHUNK) & (counts * ends[starts[1:] - 1] >= LONG_PRODUCTS)
 
 
 def chunk_tiles(
@@ -408,8 +410,9 @@ def prefill_attention(
 
 # -- Long chunks by cuDNN
 #
-# It has no kernel for queries in the middle of a text. So the chunk's own keys and those before it
-# are two products, each with the logarithm of its sum of weights, from which they are merged.
+# It has no kernel for queries in the middle of a text. So the keys before a chunk and its own are
+# two products, each with the logarithms of its sums of weights, from which they are merged. The
+# chunk begins a bit earlier and ends a bit later than it does, so that both have whole blocks.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -421,30 +424,42 @@ class LongChunk:
     past: int  # tokens of the text before them
     pages: Tensor  # of the text, up to the last of them
 
-    def tokens_of(self, cache: Tensor) -> Tensor:
-        """Keys or values of the text in one tensor, [tokens, kv_heads, head_width]."""
-        paged = cache.view(-1, PAGE_SIZE, *cache.shape[1:])
-        return paged.index_select(0, self.pages).flatten(0, 1)[: self.past + self.count]
+    def tokens_of(self, cache: Tensor, count: int) -> Tensor:
+        """Keys or values of the text in one tensor [count, kv_heads, head_width], then zeros."""
+        tokens = cache.new_empty(count, *cache.shape[1:])
+        paged, shape = tokens[: len(self.pages) * PAGE_SIZE], (-1, PAGE_SIZE, *cache.shape[1:])
+        torch.index_select(cache.view(shape), 0, self.pages, out=paged.view(shape))
+        tokens[self.past + self.count :].zero_()
+        return tokens
 
 
 def attend_long(
     qkv: Tensor, out: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer, chunk: LongChunk
 ) -> None:
     """Prefill attention of a long chunk, after `store_keys`; arguments: see `prefill_attention`."""
-    rows, past = slice(chunk.first, chunk.first + chunk.count), chunk.past
+    rows = slice(chunk.first, chunk.first + chunk.count)
     query, target = (
         x[rows, : layer.out_width].unflatten(1, (layer.heads, layer.head_width)) for x in (qkv, out)
     )
-    key, value = chunk.tokens_of(keys), chunk.tokens_of(values)
-    own, own_sums = _library_attention(query, key[past:], value[past:], layer.scale, True)
-    if not past:
-        target.copy_(own)
+    lead = chunk.past % LONG_BLOCK
+    start, size = chunk.past - lead, -(-(lead + chunk.count) // LONG_BLOCK) * LONG_BLOCK
+    mine = slice(lead, lead + chunk.count)
+    if size > chunk.count:
+        padded = query.new_zeros(size, *query.shape[1:])
+        padded[mine] = query
+        query = padded
+    key, value = (chunk.tokens_of(cache, start + size) for cache in (keys, values))
+    own, own_sums = _library_attention(query, key[start:], value[start:], layer.scale, True)
+    if not start:
+        target.copy_(own[mine])
         return
-    earlier, sums = _library_attention(query, key[:past], value[:past], layer.scale, False)
+    past, past_sums = _library_attention(query, key[:start], value[:start], layer.scale, False)
+    own, own_sums, past, past_sums = (x[mine] for x in (own, own_sums, past, past_sums))
     kernels.merge_parts[(chunk.count,)](
-        own, earlier, own_sums, sums, target, *own.stride()[:2], *earlier.stride()[:2],
-        *own_sums.stride(), *sums.stride(), target.stride(0), H=layer.heads, HD=layer.head_width,
-        HEADS=tile_width(layer.heads), WIDE=tile_width(layer.head_width), num_warps=4,
+        own, past, own_sums, past_sums, target, *own.stride()[:2], *past.stride()[:2],
+        *own_sums.stride(), *past_sums.stride(), target.stride(0), H=layer.heads,
+        HD=layer.head_width, HEADS=tile_width(layer.heads), WIDE=tile_width(layer.head_width),
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -88,12 +88,16 @@ class _Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entries:
-    """Which operation changes which row where, in the order in which they are applied."""
+class _Encoded:
+    """An intervention as the kernel reads it."""
 
-    places: Ints
-    rows: Ints
-    ops: Ints
+    places: Ints  # where each operation is applied
+    ops: npt.NDArray[np.int32]  # [operations, 8], see `change_rows`
+    stride: int  # numbers from the vector of a token to that of the next one
+
+
+_OP_VECTOR = 3  # field of an operation: where its vector is
+_MAX_ENCODED = 4096
 
 
 class RowChanges:
@@ -104,8 +108,10 @@ class RowChanges:
         self._config, self._pool, self._pdl = config, pool, pdl
         self._starts, self._entries, self._ops = (_Buffer(device) for _ in range(3))
         self._places: dict[tuple[str, int], int] = {}
+        self._encoded: dict[str, _Encoded] = {}  # by digest; of these places and this pool
         self._num_rows = 0
         self._vectors = pool.data
+        self._num_resets = 0
         self._current: Any = None  # what the tensors hold
         self.sites: frozenset[str] = frozenset()  # that are touched
 
@@ -124,7 +130,7 @@ class RowChanges:
             self.sites, self._places, self._current = frozenset(), {}, None
             return False
         current = (step.table, step.spans.tobytes(), tokens.tobytes(), num_rows)
-        if (current, self._pool.num_resets) == self._current:
+        if current == self._current and self._pool.num_resets == self._num_resets:
             return False
         starts, numbers, offsets = step.by_token(int(tokens.max()) + 1)
         counts = starts[tokens + 1] - starts[tokens]
@@ -140,61 +146,84 @@ class RowChanges:
         has_moved = self._vectors is not self._pool.data
         self._vectors = self._pool.data
         lists = np.bincount(
-            entries.places * (num_rows + 1) + entries.rows + 1,
+            entries[:, 0] * (num_rows + 1) + entries[:, 1] + 1,
             minlength=len(self._places) * (num_rows + 1),
         )
         for buffer, values in (
-            (self._starts, np.cumsum(lists)), (self._entries, entries.ops), (self._ops, ops),
+            (self._starts, np.cumsum(lists)), (self._entries, entries[:, 2]), (self._ops, ops),
         ):  # fmt: skip
-            has_moved |= buffer.fill(values.astype(np.int32, copy=False))
-        self._current = (current, self._pool.num_resets)
+            has_moved |= buffer.fill(values.astype(np.int32, copy=False).ravel())
+        self._current = current
         return has_moved
 
     def _set_places(self, sites: frozenset[str]) -> None:
         """Number the places of these sites in all layers, so that a graph serves any layers."""
+        is_known = sites == self.sites and self._num_resets == self._pool.num_resets
+        if is_known and self._places and len(self._encoded) < _MAX_ENCODED:
+            return
         places = {
             place_of(site, layer): None
             for site in sorted(sites)
             for layer in site_layers(self._config, site)
         }
         self.sites, self._places = sites, {place: number for number, place in enumerate(places)}
+        self._encoded, self._num_resets = {}, self._pool.num_resets
 
     def _build(
         self, table: tuple[Intervention, ...], rows: Ints, numbers: Ints, offsets: Ints
-    ) -> tuple[_Entries, npt.NDArray[np.int32]]:
-        ops: list[tuple[int, ...]] = []
-        parts: list[tuple[Ints, Ints, Ints, Ints]] = []  # places, rows, order, operations
-        for number in np.unique(numbers).tolist():
-            touched = np.flatnonzero(numbers == number)
-            item = table[number]
+    ) -> tuple[Ints, npt.NDArray[np.int32]]:
+        """The operations, and entries [n, 3]: which operation (2) changes which row (1) where (0),
+        in the order in which they are applied."""
+        ops, num_ops = [np.empty((0, 8), np.int32)], 0
+        parts = [np.empty((0, 4), np.int64)]  # place, row, operation, order
+        by_number = np.argsort(numbers, kind="stable")
+        borders = np.flatnonzero(np.diff(numbers[by_number])) + 1
+        for touched in np.split(by_number, borders) if len(numbers) else ():
+            item = table[numbers[touched[0]]]
+            encoded = self._encode(item)
+            # Tokens that have a vector of their own have operations of their own.
+            distinct, which = np.unique(offsets[touched], return_inverse=True)
+            own = np.repeat(encoded.ops[None], len(distinct), 0)
+            own[:, :, _OP_VECTOR] += (distinct * encoded.stride).astype(np.int32)[:, None]
+            size = len(encoded.ops)
+            part = np.empty((len(touched), size, 4), np.int64)
+            part[:, :, 0] = encoded.places
+            part[:, :, 1] = rows[touched, None]
+            part[:, :, 2] = num_ops + which[:, None] * size + np.arange(size)
+            part[:, :, 3] = touched[:, None]
+            parts.append(part.reshape(-1, 4))
+            ops.append(own.reshape(-1, 8))
+            num_ops += len(distinct) * size
+        entries = np.concatenate(parts)
+        order = np.lexsort((entries[:, 3], entries[:, 1], entries[:, 0]))
+        return entries[order, :3], np.concatenate(ops)
+
+    def _encode(self, item: Intervention) -> _Encoded:
+        """The operations of an intervention, with the vectors of its first token."""
+        encoded = self._encoded.get(item.digest)
+        if encoded is None:
+            places, ops, stride = [], [], 0
             for index, layer in item.resolve_layers(self._config):
                 place = self._places[place_of(item.site, layer)]
                 for part in item.slices(self._config, layer):
-                    which = np.zeros(len(touched), np.int64)
-                    at = offsets[touched] if item.num_tokens else which
-                    distinct, which = np.unique(at, return_inverse=True)
-                    which = which + len(ops)
-                    ops += [self._encode(item, index, part, offset) for offset in distinct.tolist()]
-                    parts.append((np.full_like(touched, place), rows[touched], touched, which))
-        empty = np.empty(0, np.int64)
-        places, rows, order, which = (
-            (np.concatenate(columns) for columns in zip(*parts, strict=True))
-            if parts
-            else (empty,) * 4
-        )
-        by_row = np.lexsort((order, rows, places))
-        entries = _Entries(places[by_row], rows[by_row], which[by_row])
-        return entries, np.array(ops, np.int32).reshape(-1)
+                    places.append(place)
+                    ops.append(self._encode_op(item, index, part))
+            if item.num_tokens:
+                stride = next(iter(item.op.arrays.values())).shape[-1]
+            fields = np.array(ops, np.int32).reshape(-1, 8)
+            encoded = _Encoded(np.array(places, np.int64), fields, stride)
+            self._encoded[item.digest] = encoded
+        return encoded
 
-    def _encode(self, item: Intervention, index: int, part: slice, offset: int) -> tuple[int, ...]:
+    def _encode_op(self, item: Intervention, index: int, part: slice) -> tuple[int, ...]:
         """The fields of an operation: kind, columns, arrays, numbers; see `change_rows`."""
         op, width = item.op, part.stop - part.start
         kind = CHANGE_KINDS.get(op.kind, CHANGE_ADD)
         starts = [0, 0]
         for name, array in op.arrays.items():
             layer = min(index, len(array) - 1) if array.ndim > 1 else 0
-            skipped = layer * array.shape[1] + offset if array.ndim == 3 else layer
-            starts[name == "encoder"] = self._pool.place(item, name) + skipped * array.shape[-1]
+            skipped = layer * (array.shape[1] if array.ndim == 3 else 1) * array.shape[-1]
+            starts[name == "encoder"] = self._pool.place(item, name) + skipped
         numbers = op.numbers
         factor = numbers.get("scale", numbers.get("factor", numbers.get("value", 0.0)))
         floats = np.array(
