@@ -49,12 +49,13 @@ def test_exact_alone_and_among_others(exact: LanguageModel, options: dict[str, A
         assert alone[0] == together[number], f"text {number} of {count}"
 
 
-def test_exact_to_the_last_bit(exact: LanguageModel):
+@pytest.mark.parametrize("count", [17, 64, 256])
+def test_exact_to_the_last_bit(exact: LanguageModel, count: int):
     """256 texts of 2 key heads: enough for the attention kernel of large batches."""
-    prompt_list = prompts(256, SHAPE.vocab_size, longest=60)
+    prompt_list = prompts(count, SHAPE.vocab_size, longest=60)
     options = {"temperature": 0, "max_tokens": 24}
     together = logprobs(exact, prompt_list, **options)
-    for number in (0, 11, 47, 130, 255):
+    for number in range(0, count, max(1, count // 20)):
         assert logprobs(exact, [prompt_list[number]], **options)[0] == together[number]
 
 

@@ -22,6 +22,7 @@ from unspool.backends.cuda.matmul import (  # noqa: E402
     Epilogue,
     NormWeights,
     PackedMatrix,
+    _telling_matrices,
     exact_gemm,
     float8_packing,
     norm_kind,
@@ -346,3 +347,16 @@ def test_a_line_alone_and_among_others_has_the_same_bits(shape, biased):
         assert torch.allclose(out.double(), expected[:count], atol=1e-3)
         alone = out[0] if alone is None else alone
         assert torch.equal(out[0], alone)
+
+
+@pytest.mark.parametrize("columns", [48, 257])
+def test_matrices_that_tell_another_order_of_summation(columns):
+    """In exact arithmetic all their products are zero."""
+    x, weight = _telling_matrices(20, torch.empty(64, columns, dtype=torch.bfloat16))
+    assert (x.double() @ weight.double().T).abs().max() == 0
+    terms = x.float()[:, None] * weight.float()
+    sums = torch.zeros(2, 20, 64)
+    for n in range(columns):
+        sums += torch.stack((terms[..., n], terms[..., columns - 1 - n]))
+    ahead, back = sums.to(torch.bfloat16)
+    assert (ahead != back).float().mean() > 0.3

@@ -112,7 +112,7 @@ class GraphCache:
 _MAX_ROWS = BATCH_SIZES[-1]
 _MAX_DECODE_TOKENS = 16  # a row with at most this many new tokens is decoded in a captured graph
 _PREFILL_TOKENS = 8192  # a step: enough to keep the tensor cores busy
-_PREFILL_DELAY_S = 0.05  # how long prefill may delay the next tokens of running sequences, about
+_PREFILL_DELAY_S = 0.1  # how long prefill may delay the next tokens of running sequences, about
 _FLOPS_PER_SM = 3e12  # about what prefill reaches on a Hopper multiprocessor
 _NO_INTS = empty_ints()
 

@@ -129,6 +129,14 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
 def num_vectors(x: Tensor) -> int:
     """Number of vectors: x is [columns] or [n, columns]."""
     return 1 if x.dim() == 1 else len(x)
@@ -203,6 +211,7 @@ def gemm(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
 # compared with our kernel once for each shape and number of rows, and used where they agree.
 
 _ORDERED_COLUMNS = 128  # per tl.dot
+_EIGHT_STAGES = 8 * (64 + 16) * _ORDERED_COLUMNS * 2  # bytes of shared memory
 _MIN_CUBLAS_ROWS = 16  # up to this many rows our kernel is as fast
 _in_order: dict[Hashable, bool] = {}  # by shape: whether cuBLAS sums in our order
 
@@ -236,7 +245,7 @@ def _ordered_gemm(
     # Without tensor cores one tile for all: its size may change the order.
     is_float32 = weight.dtype == torch.float32
     tile_rows, tile_batch, stages, warps = (
-        (32, 16, 2, 4) if is_float32 else _ordered_tile(count, rows)
+        (32, 16, 2, 4) if is_float32 else _ordered_tile(count, rows, weight.device)
     )
     grid = (-(-rows // tile_rows), -(-count // tile_batch))
     ordered_gemm_kernel[grid](
@@ -246,29 +255,51 @@ def _ordered_gemm(
     )  # fmt: skip
 
 
-def _ordered_tile(count: int, rows: int) -> tuple[int, int, int, int]:
+def _ordered_tile(count: int, rows: int, device: torch.device) -> tuple[int, int, int, int]:
     """Rows of the matrix, rows of x, stages and warps of a program; the fastest measured."""
     if count <= 16:
-        return 16 if rows <= 2048 else 64, 16, 5, 4
+        # A program alone on its multiprocessor needs more loads in flight.
+        is_alone = 2048 < rows <= 64 * num_multiprocessors(device)
+        has_room = is_alone and shared_memory(device) >= _EIGHT_STAGES
+        return 16 if rows <= 2048 else 64, 16, 8 if has_room else 5, 4
     if count <= 64 or rows <= 2048:
         return 64, 16 if rows <= 2048 and count <= 64 else 64, 5, 4
     return (64, 128, 3, 8) if rows <= 8192 else (128, 256, 3, 8)
 
 
 def _cublas_keeps_order(weight: Tensor, bias: Tensor | None, count: int) -> bool:
-    """Whether cuBLAS sums in our order: compares the bits of products with random rows, once."""
+    """Whether cuBLAS sums in our order: compares the bits of one product, once for each shape."""
     if count <= _MIN_CUBLAS_ROWS or not weight.is_cuda or weight.dtype == torch.float32:
         return False
     key = (count, weight.shape, bias is None, weight.dtype, weight.device)
     if key not in _in_order:
-        rows, columns = weight.shape
-        random = torch.Generator(weight.device).manual_seed(0)
-        x = torch.randn(count, columns, generator=random, device=weight.device, dtype=weight.dtype)
-        ordered, by_cublas = (x.new_empty(count, rows) for _ in range(2))
-        _ordered_gemm(weight, bias, x, ordered)
-        gemm(weight, bias, x, by_cublas)
+        try:
+            x, telling = _telling_matrices(count, weight)
+        except torch.OutOfMemoryError:
+            return False
+        ordered, by_cublas = (x.new_empty(count, len(weight)) for _ in range(2))
+        no_bias = None if bias is None else torch.zeros_like(bias)
+        _ordered_gemm(telling, no_bias, x, ordered)
+        gemm(telling, no_bias, x, by_cublas)
         _in_order[key] = torch.equal(ordered, by_cublas)
     return _in_order[key]
+
+
+def _telling_matrices(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors and a matrix whose products are only rounding errors, which the order decides: pairs
+    of columns cancel each other, and are of very different sizes."""
+    rows, columns = like.shape
+    random = torch.Generator(like.device).manual_seed(0)
+    options: dict[str, Any] = {"generator": random, "device": like.device}
+    x, weight = (torch.randn(n, columns, dtype=like.dtype, **options) for n in (count, rows))
+    first, second, rest = torch.randperm(columns, **options).tensor_split(
+        (columns // 2, columns // 2 * 2)
+    )
+    x[:, rest] = 0
+    x[:, first] *= 2.0 ** torch.randint(0, 12, (len(first),), **options)
+    x[:, second] = -x[:, first]
+    weight[:, second] = weight[:, first]
+    return x, weight
 
 
 # -- Quantized weights of a file, repacked without loss into the layout of the kernels

@@ -25,9 +25,9 @@ def load_op(entries, ops, numbers, vectors, entry, last, cols):
     encoder = tl.where(kind == _FEATURE, vectors + tl.load(ops + op + 4), vector)
     has_vector = inside & (kind != _SCALE)
     start = tl.load(vector + cols, mask=(cols < count) & has_vector, other=0.0)
-    fields = (kind, tl.load(ops + op + 1), count, vector, encoder)
-    return (*fields, tl.load(numbers + op + 5), tl.load(numbers + op + 6),
-            tl.load(numbers + op + 7), start)  # fmt: skip
+    column, factor = tl.load(ops + op + 1), tl.load(numbers + op + 5)
+    bias, threshold = tl.load(numbers + op + 6), tl.load(numbers + op + 7)
+    return kind, column, count, vector, encoder, factor, bias, threshold, start
 
 
 @triton.jit(do_not_specialize=["place"])
