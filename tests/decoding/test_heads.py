@@ -69,7 +69,7 @@ def test_an_oracle_head_is_followed(native: Any, eagle: Path, monkeypatch: pytes
             at = len(tokens) + node.depth
             if at < len(full) and full[at] in place:
                 logits[row, place[full[at]]] = 9
-        return logits
+        return torch.from_numpy(logits)
 
     monkeypatch.setattr(context, "expand", expand)
     steps = native.engine.steps
@@ -195,7 +195,7 @@ def test_growing():
     class Table:
         def expand(self, nodes: list[DraftNode], tokens: Any) -> Any:
             rows = {0: [0.0, 3.0, 2.0, -9.0], 1: [1.0, 0.5, -9.0, -9.0], 2: [0.0, 0.0, 5.0, -9.0]}
-            return np.array([rows[min(node.depth, 2)] for node in nodes], np.float32)
+            return torch.tensor([rows[min(node.depth, 2)] for node in nodes])
 
     ids = np.array([10, 11, 12, 13])
     context: Any = Table()

@@ -42,9 +42,13 @@ def sinusoidal(positions: npt.NDArray[np.int64], width: int) -> Floats:
 
 def _powers(base: float, exponents: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """base ** exponent for each exponent, rounded correctly."""
+    return np.array([_power(float(base), exponent) for exponent in exponents.tolist()])
+
+
+@functools.lru_cache(4096)
+def _power(base: float, exponent: float) -> float:
     with decimal.localcontext(prec=24):
-        number = decimal.Decimal(float(base))
-        return np.array([float(number ** decimal.Decimal(float(e))) for e in exponents])
+        return float(decimal.Decimal(base) ** decimal.Decimal(exponent))
 
 
 # Pi / 2 in three parts: the products of the first two with an integer up to 2^20 are exact.

@@ -134,7 +134,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program can have."""
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def num_vectors(x: Tensor) -> int:
@@ -258,10 +259,12 @@ def _ordered_gemm(
 def _ordered_tile(count: int, rows: int, device: torch.device) -> tuple[int, int, int, int]:
     """Rows of the matrix, rows of x, stages and warps of a program; the fastest measured."""
     if count <= 16:
+        if rows <= 2048:
+            return 16, 16, 5, 4
         # A program alone on its multiprocessor needs more loads in flight.
-        is_alone = 2048 < rows <= 64 * num_multiprocessors(device)
+        is_alone = rows <= 64 * num_multiprocessors(device)
         has_room = is_alone and shared_memory(device) >= _EIGHT_STAGES
-        return 16 if rows <= 2048 else 64, 16, 8 if has_room else 5, 4
+        return 64, 16, 8 if has_room else 4, 4
     if count <= 64 or rows <= 2048:
         return 64, 16 if rows <= 2048 and count <= 64 else 64, 5, 4
     return (64, 128, 3, 8) if rows <= 8192 else (128, 256, 3, 8)

@@ -17,7 +17,7 @@ from torch import Tensor
 from unspool.backends.cuda.backend import CudaBackend
 from unspool.backends.cuda.kv_cache import allocate_kv_cache
 from unspool.backends.cuda.observe import normed
-from unspool.backends.cuda.weights import WeightMatrix, Weights
+from unspool.backends.cuda.weights import PlainMatrix, WeightMatrix, Weights
 from unspool.backends.step import Floats, StepBatch
 from unspool.backends.torch.backend import device_description
 from unspool.model.config import ModelConfig
@@ -120,13 +120,28 @@ class CudaModel:
     @torch.inference_mode()
     def logits(self, vectors: Floats) -> Floats:
         weights, config = self.weights, self.config
-        x, transform, cap = self._on_device(vectors), weights.transform, config.logit_softcap
+        x, transform = self._on_device(vectors), weights.transform
         if transform is not None:
             x = normed(x, transform.norm, config.norm_eps)
             x = activate(config.activation, _product(transform.dense, x))
-        out = _product(weights.head, normed(x, weights.norm, config.norm_eps))
-        out = out * config.logit_scale
-        return _to_numpy(torch.tanh(out / cap) * cap if cap else out)
+        return _to_numpy(self.project(normed(x, weights.norm, config.norm_eps)))
+
+    def project(self, vectors: Tensor) -> Tensor:
+        """Apply the head to normalized vectors on the device."""
+        out, cap = _product(self.weights.head, vectors), self.config.logit_softcap
+        out = out * self.config.logit_scale
+        return torch.tanh(out / cap) * cap if cap else out
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings of int32 tokens on the device, [n, width]."""
+        table = self.weights.embed
+        if isinstance(table, PlainMatrix):
+            return table.weight[tokens] * self.config.embedding_scale
+        out = torch.empty(
+            len(tokens), table.columns, dtype=self.weights.dtype, device=tokens.device
+        )
+        table.embed_tokens(tokens, tokens, out)
+        return out * self.config.embedding_scale
 
     @torch.inference_mode()
     def normed(self, vectors: Floats) -> Floats:

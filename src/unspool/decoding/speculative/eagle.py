@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unspool.backends.step import Floats, Ints, LoadedModel
+from unspool.backends.step import Ints, LoadedModel
 from unspool.decoding.speculative.head import DraftHead, LayerInput
 from unspool.errors import ModelFileError, SettingsError
 from unspool.model.config import ModelConfig
@@ -167,8 +167,8 @@ class EagleHead(DraftHead):
         hidden: Tensor = between + self._layer.feed(self._layer.feed_norm(between))
         return hidden
 
-    def logits(self, hidden: Tensor) -> Floats:
-        logits: Floats = self._layer.head(self._layer.norm(hidden)).float().cpu().numpy()
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._layer.head(self._layer.norm(hidden))
         return logits
 
 

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,6 +27,17 @@ from unspool.model.layers.transformer import Attention, RopeTables, attention_we
 
 _FIRST_CAPACITY = 256  # positions of a KV cache
 _HIDDEN = 1 << 40  # position of a key that a query may not attend to
+
+
+@runtime_checkable
+class DeviceModel(Protocol):
+    """A model whose vectors need not leave its device."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings of int32 tokens, [n, width]."""
+
+    def project(self, vectors: Tensor) -> Tensor:
+        """Apply the head to normalized vectors."""
 
 
 class LayerInput(NamedTuple):
@@ -65,7 +76,7 @@ class DraftHead(ABC):
         """Compute hidden states [n, width] from the attention output: those of the next tokens."""
 
     @abstractmethod
-    def logits(self, hidden: Tensor) -> Floats:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the next token over `ids`, from the result of `finish`."""
 
     def context(self) -> HeadContext:
@@ -77,6 +88,9 @@ class DraftHead(ABC):
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """Embeddings of the model."""
+        if isinstance(self.model, DeviceModel):
+            ids = torch.tensor(tokens, dtype=torch.int32, device=self.device)
+            return self.model.embed(ids).to(self.dtype)
         distinct, index = np.unique(np.asarray(tokens, np.int64), return_inverse=True)
         rows = [self.model.rows("embed.weight", int(t), int(t) + 1)[0] for t in distinct]
         return self.to_tensor(np.stack(rows)[index] * np.float32(self.model.config.embedding_scale))
@@ -155,7 +169,7 @@ class HeadContext:
         self._length, self._num_drafted = end, 0
 
     @torch.inference_mode()
-    def expand(self, nodes: list[DraftNode], tokens: Sequence[int]) -> Floats:
+    def expand(self, nodes: list[DraftNode], tokens: Sequence[int]) -> Tensor:
         """Logits of the token after each node of one level; sets the nodes' hidden states.
 
         A node attends to the text, its ancestors and itself.
@@ -271,11 +285,11 @@ def _while_likely(guesses: Iterator[tuple[int, float]], min_probability: float) 
     return accepted_tokens
 
 
-def _top_logprobs(logits: Floats, count: int, temperature: float) -> list[tuple[int, float]]:
+@torch.inference_mode()
+def _top_logprobs(logits: Tensor, count: int, temperature: float) -> list[tuple[int, float]]:
     """The likeliest indices with their log-probabilities."""
-    most = float(logits.max())
-    near = np.flatnonzero(logits > most - 8 * temperature)  # the others do not matter, even summed
-    scaled = (logits[near] - most) / temperature
-    total = float(np.log(np.exp(scaled).sum()))
-    order = np.argsort(-scaled, kind="stable")[:count]
-    return [(int(near[place]), float(scaled[place]) - total) for place in order]
+    scaled = logits.float() / temperature
+    top, indices = scaled.topk(count)
+    logprobs = top - scaled.logsumexp(0)
+    found = torch.cat((indices.double(), logprobs.double())).tolist()  # one copy from the device
+    return [(int(found[n]), found[count + n]) for n in range(count)]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unspool.backends.step import Floats, LoadedModel
-from unspool.decoding.speculative.head import DraftHead, LayerInput
+from unspool.backends.step import LoadedModel
+from unspool.decoding.speculative.head import DeviceModel, DraftHead, LayerInput
 from unspool.errors import ModelFileError, SettingsError
 from unspool.model.files.checkpoint import open_checkpoint
 from unspool.model.files.mtp import MtpTensors
@@ -56,18 +56,18 @@ class MtpHead(DraftHead):
         hidden: Tensor = self._mtp.norm(layer.add_feed(inputs.residual, between))
         return hidden
 
-    def logits(self, hidden: Tensor) -> Floats:
-        """Apply the model's output head, on its backend.
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Apply the model's output head.
 
         `LoadedModel.logits` applies the model's final norm first, so that norm is inverted here: up
         to a factor, norm(y / gain) is y.
         """
+        if isinstance(self.model, DeviceModel):
+            return self.model.project(hidden.to(self.dtype))
         gain = torch.where(self._gain.abs() < 1e-6, 1e-6, self._gain)
         x = hidden.float() / gain
         scale = (x.pow(2).mean(-1, keepdim=True) + self.model.config.norm_eps).sqrt()
-        logits = self.model.logits(x.cpu().numpy())
-        scaled: Floats = logits * scale.cpu().numpy()
-        return scaled
+        return torch.from_numpy(self.model.logits(x.cpu().numpy())) * scale.cpu()
 
 
 def load_mtp(path: Path | None, model: LoadedModel, context: int) -> MtpHead:
