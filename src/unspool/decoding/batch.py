@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from itertools import takewhile
-from time import perf_counter
 from typing import Any
 
 from unspool.engine.generation import Generation, Generations
@@ -131,27 +130,24 @@ def run_in_order(
 ) -> Generator[tuple[int, Exception | None], None, None]:
     """Run prepared requests in one batch; yields (index, error or None) in order as they finish.
     Streams are added to `started`, so that another thread can close them."""
-    checked_at = 0.0
 
-    def start_more() -> None:
-        nonlocal checked_at
-        checked_at = perf_counter()
-        done = sum(steps.ended for steps in started)
+    def start_more(done: int) -> None:
+        done += sum(steps.ended for steps in started[done:])
         tell(done)
         for text in texts[len(started) : done + _MAX_SUBMITTED]:
             started.append(lm.engine.submit(text.request))
 
     try:
-        start_more()
+        start_more(0)
         for number, text in enumerate(texts):
             failure = None
             try:
-                for _ in text.extend(started[number]):
-                    if perf_counter() > checked_at + _POLL_S:
-                        start_more()
+                while not started[number].wait_for_end(_POLL_S):
+                    start_more(number)
+                text.extend_to_end(started[number])
             except Exception as error:
                 failure = error
-            start_more()
+            start_more(number + 1)
             yield number, failure
     finally:
         for steps in started:

@@ -26,6 +26,7 @@ class RowSlice:
     task: EngineTask
     end: int  # the row computes the positions up to here
     num_outputs: int  # of its last tokens
+    is_sampled: bool  # by the backend, which returns tokens instead of logits
     observed: list[int]  # positions whose activations are returned
 
 
@@ -82,9 +83,23 @@ class BatchBuilder:
                     table.append((slot, column, page))
                     column += 1
                 branch.num_table_pages = column
+            task.steps_in_flight += 1
+            if branch.interventions is not None:
+                spans = spans or SpanCollector()
+                spans.add(branch.interventions, first, until, at)
+            if task.has_placeholder:  # most rows: one token is sampled, nothing is observed
+                if task.sees_history:
+                    histories = histories or _PenaltyHistories()
+                    histories.add(task, len(sampled), 1)
+                task.pick_number = len(sampled)
+                sampled.append(at)
+                sampled_slots.append(slot)
+                slices.append(RowSlice(task, until, 1, True, []))
+                continue
             num_outputs = max(0, until - max(first, branch.length - task.num_logits))
+            is_sampled = num_outputs > 0 and not task.samples_on_host
             if num_outputs:
-                if task.samples_on_host:
+                if not is_sampled:
                     logits += range(end - num_outputs, end)
                 elif task.pick_rows is not None:
                     start_index = end - num_outputs
@@ -119,15 +134,11 @@ class BatchBuilder:
                 observed += range(at, end)
                 if layers is not None:
                     layers.update(task.hidden_layers)
-            if branch.interventions is not None:
-                spans = spans or SpanCollector()
-                spans.add(branch.interventions, first, until, at)
             if isinstance(task, DraftRow) and task.sources:
                 draft_rows.append((slot, task))
             if branch.provisional is not None or branch.block:
                 bidirectional.append(row)
-            task.steps_in_flight += 1
-            slices.append(RowSlice(task, until, num_outputs, row_observed))
+            slices.append(RowSlice(task, until, num_outputs, is_sampled, row_observed))
         count = len(tokens)
         positions, row_slots = np.array(firsts), np.array(slots)
         if count == len(rows):  # one token a row, as in most steps
@@ -314,10 +325,13 @@ def scatter_results(
     for part in slices:
         task, count, error = part.task, part.num_outputs, None
         task.steps_in_flight -= 1
-        if count and not task.samples_on_host:
+        if part.is_sampled:
             if result.failures:
                 error = _find_failure(result, range(num_picked, num_picked + count))
-            task.picked += picks[num_picked : num_picked + count]
+            if count == 1:
+                task.picked.append(picks[num_picked])
+            else:
+                task.picked += picks[num_picked : num_picked + count]
             if task.pick_rows is not None and result.details is not None:
                 task.details.append(result.details[num_picked : num_picked + count])
             num_picked += count

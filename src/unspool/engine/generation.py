@@ -78,6 +78,16 @@ class Generation:
             yield step
         self.notes = list(steps.notes)
 
+    def extend_to_end(self, steps: StepStream) -> None:
+        """Append all steps of a text that has ended."""
+        has_more = True
+        while has_more:
+            arrived, ended = steps.read_available()
+            for step in arrived:
+                self.append_step(step)
+            has_more = not ended
+        self.reused, self.notes = steps.prompt_reused, list(steps.notes)
+
     async def extend_async(self, steps: StepStream) -> None:
         """Append all steps without blocking the event loop; cancelling it cancels the request."""
         async for step in steps:

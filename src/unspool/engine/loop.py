@@ -386,11 +386,12 @@ class Loop(SupervisedThread):
             self._lose([row.task for row in step.slices], error)
             return
         self.steps += 1
+        has_logits = len(result.logits) > 0
         for task, failure in complete:
             try:
                 if failure is not None:
                     raise failure
-                if isinstance(task, Sequence) and task.samples_on_host:
+                if has_logits and isinstance(task, Sequence) and task.samples_on_host:
                     task.steps_in_flight += 1  # keeps it out of the next steps until it is sampled
                     self._unpicked.append(task)
                 else:

@@ -358,9 +358,10 @@ class StepQueue:
     def _notify(self) -> None:
         """Wake readers and listeners.
 
-        Without any, no lock is taken: a reader registers first, and then checks for new steps.
+        Without any, no lock is taken before the end: a reader registers first, and then checks for
+        new steps.
         """
-        if self.readers or self.on_start is not None:
+        if self.readers or self.ended or self.on_start is not None:
             with self.changed:
                 if self.on_start is not None:
                     self.on_start()
@@ -458,22 +459,33 @@ class StepStream(Iterator[Step]):
 
     def _wait(self) -> None:
         """Wait until there is something to read."""
-        self._check_caller()
-        queue, scope = self._queue, current_scope()
-
-        def wake() -> None:
-            with queue.changed:
-                queue.changed.notify_all()
-
-        with scope.on_cancel(wake), queue.changed:
+        queue = self._queue
+        with self._waiting() as wait:
             queue.readers += 1
             try:
                 while not queue.steps and not queue.ended:
-                    scope.check()
-                    if not queue.changed.wait(_ALIVE_CHECK_S):
-                        self._check_alive()
+                    wait(_ALIVE_CHECK_S)
             finally:
                 queue.readers -= 1
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[Callable[[float], object]]:
+        """Hold the queue's lock; yields a function that waits for a change, at most some seconds,
+        and raises if the work was cancelled or the engine is no longer alive."""
+        self._check_caller()
+        changed, scope = self._queue.changed, current_scope()
+
+        def wake() -> None:
+            with changed:
+                changed.notify_all()
+
+        def wait(seconds: float) -> None:
+            scope.check()
+            if not changed.wait(seconds):
+                self._check_alive()
+
+        with scope.on_cancel(wake), changed:
+            yield wait
 
     def __aiter__(self) -> AsyncIterator[Step]:
         return self._async_steps()
@@ -506,6 +518,16 @@ class StepStream(Iterator[Step]):
         finally:
             self.remove_listener(wake)
             self.close()
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait until the text has ended, at most so long, and return whether it has.
+
+        The steps wait too, to be read together: that takes less time than one by one.
+        """
+        with self._waiting() as wait:
+            if not self._queue.ended:
+                wait(seconds)
+        return self._queue.ended
 
     # -- reading without waiting -------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class Sequence(EngineTask):
 
     __slots__ = (
         "constraints", "drafting", "finished", "history", "last_step_at", "length",
-        "num_inserted", "prompt_length", "queue", "request", "sampler_state", "scheduler",
+        "max_length", "num_inserted", "prompt_length", "queue", "request", "sampler_state", "scheduler",
         "stop_checker", "token_bytes", "truncation",
     )  # fmt: skip
 
@@ -99,8 +99,8 @@ class Sequence(EngineTask):
         self.prompt_length, self.num_inserted = len(request.prompt), request.num_inserted
         tokens = [*request.prompt, *(step.token for step in request.written)]
         self.length = len(tokens)
-        max_length = self.prompt_length + limits.room(self.prompt_length)
-        self.history = np.empty(max(max_length, self.length), np.int64)
+        self.max_length = max(self.prompt_length + limits.room(self.prompt_length), self.length)
+        self.history = np.empty(self.max_length, np.int64)
         self.history[: self.length] = tokens
         self.stop_checker = StopChecker(limits, self.prompt_length)
         self.sampler_state: StageState | None = (
@@ -168,7 +168,7 @@ class Sequence(EngineTask):
 
     def begin(self) -> None:
         """Hand the sequence to the scheduler, or end it if no token may follow."""
-        if self.length >= len(self.history):
+        if self.length >= self.max_length:
             self.end(None)
         else:
             self.scheduler.add(self)
@@ -227,7 +227,7 @@ class Sequence(EngineTask):
         if (
             self.pick_floats is None
             or not self.cached
-            or self.length + 1 >= len(self.history)
+            or self.length + 1 >= self.max_length
             or self.branch.length >= self.request.limits.context  # the context is truncated first
             or (self.constraints is not None and self.constraints.may_force_soon)
             or (self.drafting is not None and self.drafting.drafter is not None)
@@ -309,9 +309,10 @@ class Sequence(EngineTask):
         tree, drafting = self.scheduler.tree, self.drafting
         if drafting is not None:
             drafting.end_round(self, self.scheduler)
-        branch, draft = self.branch, list[int]()
+        branch = self.branch
+        draft: list[int] = []
         if self.has_placeholder:  # the branch has a placeholder for the token
-            branch.tail[-1] = int(self.history[self.length - 1])
+            branch.tail[-1] = self.picked[0][0]
             self.has_placeholder = False
         else:
             if self.truncation is not None and self.truncation.update(self.length):
@@ -339,7 +340,7 @@ class Sequence(EngineTask):
     def _draft_room(self) -> int:
         """Return how many draft tokens fit before the text's end and the next truncation."""
         until_truncation = self.request.limits.context - self.length + self.num_dropped
-        return min(len(self.history) - self.length - 1, until_truncation)
+        return min(self.max_length - self.length - 1, until_truncation)
 
     def _reopen_branch(self) -> Branch:
         """Continue on a new branch with the tokens that are visible now; they are read again."""

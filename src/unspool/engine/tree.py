@@ -718,6 +718,8 @@ class Tree:
         """Note that the branch is computed up to here; its full pages enter the prefix cache."""
         branch.num_computed = computed
         size, final = self.page_size, computed
+        if computed - branch.start < size:
+            return
         if branch.provisional is not None and branch.provisional < final:
             final = branch.provisional
         num_full, block = (final - branch.start) // size, branch.block
