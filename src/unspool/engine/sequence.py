@@ -78,8 +78,8 @@ class Sequence(EngineTask):
     """A running request. Owned by the engine thread; not thread-safe."""
 
     __slots__ = (
-        "constraints", "drafting", "finished", "history", "last_step_at", "length",
-        "max_length", "num_inserted", "prompt_length", "queue", "request", "sampler_state", "scheduler",
+        "constraints", "drafting", "finished", "history", "last_step_at", "length", "max_length",
+        "num_inserted", "prompt_length", "queue", "request", "sampler_state", "scheduler",
         "stop_checker", "token_bytes", "truncation",
     )  # fmt: skip
 

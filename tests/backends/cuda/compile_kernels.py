@@ -30,9 +30,13 @@ from helpers.packed_support import random_blocks
 from helpers.paged_texts import RandomCheckpoint
 from helpers.paged_texts import config as shape
 from helpers.recurrent_support import make_step
+from unspool.backends.cuda import attention as cuda_attention
 from unspool.backends.cuda import experts, matmul
 from unspool.backends.cuda.adapters import CudaAdapters
 from unspool.backends.cuda.attention import (
+    LONG_BLOCK,
+    LongChunk,
+    attend_long,
     chunk_tiles,
     decode_attention,
     prefill_attention,
@@ -107,6 +111,17 @@ def attention(dtype: torch.dtype, lines: int, **options: Any) -> None:
         work = prefill_shape(layer, dtype, torch.device("cpu"), exact)
         tiles = chunk_tiles(np.array([0, lines]), np.array([0]), np.full(lines, 40), work)
         prefill_attention(texts.qkv, texts.out, *shared_args, torch.from_numpy(tiles), exact=exact)
+
+
+def long_chunk(dtype: torch.dtype) -> None:
+    def library(query: torch.Tensor, *_: Any) -> Any:
+        return query, query.new_zeros(query.shape[:2], dtype=torch.float32)
+
+    cuda_attention._library_attention = library
+    texts = some_texts(a_layer(heads=6, kv_heads=2, head_width=80), [40], [1], dtype=dtype)
+    pages = torch.zeros(2 * LONG_BLOCK // cuda_attention.PAGE_SIZE, dtype=torch.int64)
+    chunk = LongChunk(0, 1, LONG_BLOCK + 3, pages)
+    attend_long(texts.qkv, texts.out, texts.keys, texts.values, texts.layer, chunk)
 
 
 def recurrent(kind: str, dtype: torch.dtype, **sizes: Any) -> None:
@@ -210,6 +225,7 @@ if __name__ == "__main__":
     attention(torch.float32, 1, heads=3, kv_heads=3, head_width=64)
     for head_width in (256, 512):
         attention(torch.bfloat16, 1, heads=8, kv_heads=2, head_width=head_width, rotary=64)
+    long_chunk(torch.bfloat16)
     recurrent("delta", torch.bfloat16, conv_kernel=4, key_heads=2, value_heads=4, key_width=128,
               value_width=128)  # fmt: skip
     recurrent("delta", torch.float16, key_width=24)
