@@ -248,8 +248,10 @@ class SamplingSettings:
         """Raise if a setting would be ignored because its stage is not in the chain."""
         names = set(set_names)
         for stage, stage_settings in STAGE_SETTINGS.items():
+            if stage in self.stages:
+                continue
             ignored = sorted(names.intersection(stage_settings))
-            if stage not in self.stages and ignored and not self.is_neutral(stage):
+            if ignored and not self.is_neutral(stage):
                 name = ignored[0]
                 raise SettingsError(
                     f"{name} is {getattr(self, name)!r}, but its stage {stage!r} is not in stages;"
