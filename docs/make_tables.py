@@ -114,7 +114,7 @@ def gpu_parts_table(results: dict[str, Any], parts: list[Any]) -> str:
         entry, title = results["parts"][part.key], part.title
         if title.startswith("the same"):
             title = title.replace("the same", rows[-1][0])
-        share = gpu.fraction(entry, results["limits"])
+        share = gpu.fraction(entry, entry.get("limits", results["limits"]))
         is_load = part.work == "load"
         speed = f"{entry['bytes_s'] / 1e9:.2f} GB/s" if is_load else f"{entry['tokens_s']:,.0f}"
         reached = "–" if share is None else f"{share:.0%}"

@@ -58,6 +58,7 @@ class DraftHead(ABC):
         self, name: str, model: LoadedModel, layers: tuple[int, ...], max_length: int = 0
     ) -> None:
         self.name, self.model = name, model
+        self.device_model = model if isinstance(model, DeviceModel) else None
         self.layers = layers  # hidden states it reads: n is the input of layer n
         self.device = torch.device(model.device)
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
@@ -88,9 +89,9 @@ class DraftHead(ABC):
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """Embeddings of the model."""
-        if isinstance(self.model, DeviceModel):
+        if self.device_model is not None:
             ids = torch.tensor(tokens, dtype=torch.int32, device=self.device)
-            return self.model.embed(ids).to(self.dtype)
+            return self.device_model.embed(ids).to(self.dtype)
         distinct, index = np.unique(np.asarray(tokens, np.int64), return_inverse=True)
         rows = [self.model.rows("embed.weight", int(t), int(t) + 1)[0] for t in distinct]
         return self.to_tensor(np.stack(rows)[index] * np.float32(self.model.config.embedding_scale))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unspool.backends.step import LoadedModel
-from unspool.decoding.speculative.head import DeviceModel, DraftHead, LayerInput
+from unspool.decoding.speculative.head import DraftHead, LayerInput
 from unspool.errors import ModelFileError, SettingsError
 from unspool.model.files.checkpoint import open_checkpoint
 from unspool.model.files.mtp import MtpTensors
@@ -62,8 +62,8 @@ class MtpHead(DraftHead):
         `LoadedModel.logits` applies the model's final norm first, so that norm is inverted here: up
         to a factor, norm(y / gain) is y.
         """
-        if isinstance(self.model, DeviceModel):
-            return self.model.project(hidden.to(self.dtype))
+        if self.device_model is not None:
+            return self.device_model.project(hidden.to(self.dtype))
         gain = torch.where(self._gain.abs() < 1e-6, 1e-6, self._gain)
         x = hidden.float() / gain
         scale = (x.pow(2).mean(-1, keepdim=True) + self.model.config.norm_eps).sqrt()
