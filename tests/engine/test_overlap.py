@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from helpers import null_model
-from helpers.drafts_support import Says
-from helpers.engine_support import new_engine, request
+from helpers.drafts_support import Says, garbage
+from helpers.engine_support import expected, new_engine, request
 from helpers.slow_device import SlowDevice
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.engine import Engine, _Computation
@@ -98,6 +98,30 @@ def test_penalties_see_tokens_that_are_drafted_or_not_read_yet(monkeypatch: pyte
     assert drafted == alone
     assert accepted > 30, "every guess was right"
     assert write(overlaps=True)[0] == alone
+
+
+def test_texts_with_drafts_share_their_steps():
+    """They cannot run ahead; in groups that take turns, each group would read all weights."""
+    launching, arrived = threading.Event(), threading.Event()
+
+    class Patient(SlowDevice):
+        def launch(self, batch: Any) -> Any:
+            launching.set()
+            assert arrived.wait(60)
+            return super().launch(batch)
+
+    device = Patient(pages=400, vocab_size=VOCABULARY, delay=0.001)
+    engine, streams = Engine(device, piece), []
+    for number in range(4):
+        drafter = garbage(number, VOCABULARY, longest=2)
+        streams.append(engine.submit(request([number, 1, 2], 150, drafter=drafter)))
+        assert launching.wait(60)  # the first step has only the first text
+    arrived.set()
+    texts = [[step.token for step in stream] for stream in streams]
+    engine.close()
+    assert texts == [expected(request([n, 1, 2], 150), VOCABULARY) for n in range(4)]
+    rows = [len(batch.slots) for batch, _ in device.launches]
+    assert rows.count(4) > len(rows) / 2, rows
 
 
 def test_requests_are_taken_in_while_a_step_runs():

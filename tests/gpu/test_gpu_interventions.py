@@ -70,7 +70,7 @@ def written(
 def test_exact_texts_are_the_same_alone_and_among_others(
     models: dict[str, LanguageModel], options: dict[str, Any], count: int
 ):
-    """To the last bit, whatever the neighbours are steered with; plain ones too."""
+    """To the last bit, with any interventions of the neighbours; plain texts too."""
     prompt_list = prompts(count, SHAPE.vocab_size, longest=60)
     together = written(models["exact"], prompt_list, list(range(count)), **options)
     for number in [*range(4), *range(4, count, max(1, count // 12))]:

@@ -185,6 +185,6 @@ def test_long_chunks_by_cudnn(
         monkeypatch.setattr(attention, "LONG_CHUNK", long_chunk)
         running = backend(model, context=512, pages=200)
         logits.append(read_in_many_ways(running, checkpoint.config.vocab_size, long=300))
-    true, ours, theirs = logits
-    assert not np.array_equal(ours, theirs), "cuDNN did not run"
-    assert distance(theirs, true) < 1.5 * distance(ours, true) + 1e-3
+    expected, by_kernel, by_library = logits
+    assert not np.array_equal(by_kernel, by_library), "cuDNN did not run"
+    assert distance(by_library, expected) < 1.5 * distance(by_kernel, expected) + 1e-3

@@ -349,6 +349,8 @@ class Loop(SupervisedThread):
         has_tasks = len(self.scheduler) > 0
         if not (has_tasks or self._in_flight):
             return
+        if self._in_flight is not None and all(t.waits_for_others for t in self.scheduler.running):
+            self._settle()  # all texts share the next step
         rows = self.scheduler.plan() if has_tasks else []
         if not (rows or self._in_flight or self._unpicked):
             self._fail_oldest()

@@ -106,6 +106,11 @@ class EngineTask:
         """Whether the backend returns logits instead of sampling itself."""
         return self.pick_floats is None
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether its next step is better computed with other tasks than right after their step."""
+        return False
+
     def complete(self) -> None:
         """Take the outputs, `self.picked` or `self.logits`: everything is computed."""
         raise NotImplementedError

@@ -185,6 +185,15 @@ class Sequence(EngineTask):
             return True
         return self.constraints is not None and self.constraints.is_forcing
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether it has drafts: it cannot run ahead, and would take turns with other texts."""
+        return (
+            self.pick_floats is not None
+            and self.drafting is not None
+            and self.drafting.drafter is not None
+        )
+
     def first_needed(self) -> int:
         first = max(0, self.branch.length - max(1, self.num_logits))
         if self.drafting is None or not self.hidden_layers:

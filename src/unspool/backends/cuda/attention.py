@@ -39,8 +39,8 @@ WARPS, NEW_WARPS, MANY_WARPS = 4, 4, 2  # per program
 PREFILL_TILES = {128: (128, 64, 4), 256: (128, 64, 2), 1 << 30: (64, 32, 2)}
 PREFILL_WARPS = 8
 EXACT_ROWS = 64  # rows of an exact program; fewer if heads are wide
-# cuDNN's attention is faster than `prefill` for chunks of at least so many tokens, and so many
-# products of a query and a key; measured for heads of at most this width.
+# Fewest tokens of a chunk, and fewest products of a query and a key, for which cuDNN's attention is
+# faster than `prefill`, and the widest heads that this was measured for.
 LONG_CHUNK, LONG_PRODUCTS, LONG_HEAD = 1024, 1 << 23, 128
 LONG_BLOCK = 1024  # it is given multiples of this: it plans for 40 ms when a shape is new
 
@@ -449,15 +449,15 @@ def attend_long(
         padded[mine] = query
         query = padded
     key, value = (chunk.tokens_of(cache, start + size) for cache in (keys, values))
-    own, own_sums = _library_attention(query, key[start:], value[start:], layer.scale, True)
+    inner, inner_sums = _library_attention(query, key[start:], value[start:], layer.scale, True)
     if not start:
-        target.copy_(own[mine])
+        target.copy_(inner[mine])
         return
     past, past_sums = _library_attention(query, key[:start], value[:start], layer.scale, False)
-    own, own_sums, past, past_sums = (x[mine] for x in (own, own_sums, past, past_sums))
+    inner, inner_sums, past, past_sums = (x[mine] for x in (inner, inner_sums, past, past_sums))
     kernels.merge_parts[(chunk.count,)](
-        own, past, own_sums, past_sums, target, *own.stride()[:2], *past.stride()[:2],
-        *own_sums.stride(), *past_sums.stride(), target.stride(0), H=layer.heads,
+        inner, past, inner_sums, past_sums, target, *inner.stride()[:2], *past.stride()[:2],
+        *inner_sums.stride(), *past_sums.stride(), target.stride(0), H=layer.heads,
         HD=layer.head_width, HEADS=tile_width(layer.heads), WIDE=tile_width(layer.head_width),
         num_warps=4,
     )  # fmt: skip

@@ -183,8 +183,8 @@ class RowChanges:
             encoded = self._encode(item)
             # Tokens that have a vector of their own have operations of their own.
             distinct, which = np.unique(offsets[touched], return_inverse=True)
-            own = np.repeat(encoded.ops[None], len(distinct), 0)
-            own[:, :, _OP_VECTOR] += (distinct * encoded.stride).astype(np.int32)[:, None]
+            shifted = np.repeat(encoded.ops[None], len(distinct), 0)
+            shifted[:, :, _OP_VECTOR] += (distinct * encoded.stride).astype(np.int32)[:, None]
             size = len(encoded.ops)
             part = np.empty((len(touched), size, 4), np.int64)
             part[:, :, 0] = encoded.places
@@ -192,7 +192,7 @@ class RowChanges:
             part[:, :, 2] = num_ops + which[:, None] * size + np.arange(size)
             part[:, :, 3] = touched[:, None]
             parts.append(part.reshape(-1, 4))
-            ops.append(own.reshape(-1, 8))
+            ops.append(shifted.reshape(-1, 8))
             num_ops += len(distinct) * size
         entries = np.concatenate(parts)
         order = np.lexsort((entries[:, 3], entries[:, 1], entries[:, 0]))

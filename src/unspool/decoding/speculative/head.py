@@ -292,5 +292,5 @@ def _top_logprobs(logits: Tensor, count: int, temperature: float) -> list[tuple[
     scaled = logits.float() / temperature
     top, indices = scaled.topk(count)
     logprobs = top - scaled.logsumexp(0)
-    found = torch.cat((indices.double(), logprobs.double())).tolist()  # one copy from the device
-    return [(int(found[n]), found[count + n]) for n in range(count)]
+    pairs = torch.stack((indices.double(), logprobs.double()), 1).tolist()  # one copy to the host
+    return [(int(index), logprob) for index, logprob in pairs]
