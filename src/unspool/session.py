@@ -484,12 +484,11 @@ class Session:
             ids = self.tokenizer.encode_prompt(prompt, specials=parse_special)
         else:
             ids = parse_prompt_ids(prompt)
-            vocabulary = range(self.config.vocab_size)
-            invalid = [token for token in ids if token not in vocabulary]
-            if invalid:
+            last = self.config.vocab_size - 1
+            if ids and (min(ids) < 0 or max(ids) > last):
+                invalid = next(token for token in ids if not 0 <= token <= last)
                 raise UnspoolError(
-                    f"token {invalid[0]} is not in the vocabulary, which goes from 0 to "
-                    f"{vocabulary[-1]}"
+                    f"token {invalid} is not in the vocabulary, which goes from 0 to {last}"
                 )
         if not ids:
             raise UnspoolError("the prompt is empty; give at least one token")

@@ -165,13 +165,12 @@ _FLOAT_RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "mirostat_tau": (0, None, True),
     "mirostat_eta": (0, None, True),
 }
-_INT_MINIMA: dict[str, int | None] = {  # minimum; None: any
+_INT_MINIMA = {
     "top_k": 0,
     "penalty_window": -1,
     "no_repeat_ngram": 0,
     "dry_allowed_length": 1,
     "dry_window": -1,
-    "seed": None,
 }
 
 
@@ -216,12 +215,17 @@ class SamplingSettings:
     )
 
     def __post_init__(self) -> None:
-        for name, (minimum, maximum, minimum_allowed) in _FLOAT_RANGES.items():
-            self._set(
-                name, _check_float(name, getattr(self, name), minimum, maximum, minimum_allowed)
-            )
-        for name, lower_bound in _INT_MINIMA.items():
-            _check_int(name, getattr(self, name), lower_bound)
+        given_values = {
+            name: value
+            for name, default in _DEFAULTS.items()
+            if (value := getattr(self, name)) is not default
+        }
+        for name, value in given_values.items():
+            if name in _FLOAT_RANGES:
+                self._set(name, _check_float(name, value, *_FLOAT_RANGES[name]))
+            elif name in _INT_MINIMA:
+                _check_int(name, value, _INT_MINIMA[name])
+        _check_int("seed", self.seed, None)
         if not isinstance(self.penalize_prompt, bool):
             raise SettingsError(
                 f"penalize_prompt must be True or False, got {self.penalize_prompt!r}"
@@ -229,10 +233,11 @@ class SamplingSettings:
         self._set("dry_breakers", _check_breakers(self.dry_breakers))
         self._set("logit_bias", _check_bias(self.logit_bias))
         default_stages = MIROSTAT_STAGES if self.mirostat_tau > 0 else DEFAULT_STAGES
-        stages = _check_stages(self.stages, default_stages)
+        stages = self.stages
+        if stages is not DEFAULT_STAGES:
+            stages = _check_stages(stages, default_stages)
         self._set("stages", default_stages if stages == DEFAULT_STAGES else stages)
-        changed = [name for name in _DEFAULTS if getattr(self, name) != _DEFAULTS[name]]
-        self._require_stages(changed)
+        self._require_stages(n for n, value in given_values.items() if value != _DEFAULTS[n])
 
     def __repr__(self) -> str:
         """Only settings that differ from their defaults."""
