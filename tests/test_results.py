@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import inspect
 import pickle
 import re
@@ -146,6 +147,19 @@ def public_classes(results: dict[str, Any]) -> list[type]:
         base for item in public for base in item.__mro__ if base.__module__.startswith("unspool")
     }
     return sorted(classes, key=lambda item: item.__name__)
+
+
+def test_the_steps_of_a_text_cost_the_garbage_collector_nothing(tiny_lm: Any):
+    """It would visit each of them in every full collection; they cannot be part of a cycle."""
+    text = tiny_lm.generate([1, 2, 3], max_tokens=20, end=False)
+    assert len(text.steps) == 20
+    assert not any(gc.is_tracked(step) for step in text.steps)
+    for step in text.steps:
+        references = gc.get_referents(step)
+        assert all(type(value) in (int, float, str, bytes, bool, type(None), tuple, type)
+                   for value in references), references  # fmt: skip
+    copied = pickle.loads(pickle.dumps(text.steps))
+    assert copied == text.steps == copy.deepcopy(text.steps)
 
 
 def test_everything_public_has_a_docstring(results: dict[str, Any]):
