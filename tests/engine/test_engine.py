@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unspool
-from helpers.engine_support import expected, new_engine, nothing_leaks, request, some_prompts
+from helpers.engine_support import (
+    expected,
+    new_engine,
+    nothing_leaks,
+    request,
+    some_prompts,
+    stop_thread,
+)
 from unspool.backends.step import StepLimits
 from unspool.backends.torch.backend import TorchBackend
 from unspool.engine.engine import Engine
@@ -139,11 +145,10 @@ def test_the_verbs_of_a_branch(tiny_lm: Any):
 def test_a_long_prompt_does_not_freeze_the_others():
     engine = new_engine(pages=1200, context=5000)
     backend: Any = engine.backend
-    both_submitted = threading.Event()
-    engine.loop.post(lambda: both_submitted.wait(30))  # so that neither is done before
+    all_submitted = stop_thread(engine)  # so that neither is done before
     short = engine.submit(request([1, 2, 3], count=60))
     long = engine.submit(request([5] * 4000, count=2))
-    both_submitted.set()
+    all_submitted.set()
     list(short)
     mixed = [run for run in backend.runs if max(run) > 1 and 1 in run]
     assert len(mixed) > 5, "chunks of the prompt ran beside next tokens"
@@ -155,10 +160,9 @@ def test_the_backend_says_how_much_it_takes_in_a_step():
     limits = StepLimits(max_rows=3, prefill_tokens=40, prefill_beside_decode=20)
     engine = new_engine(pages=400, limits=limits)
     backend: Any = engine.backend
-    both_submitted = threading.Event()
-    engine.loop.post(lambda: both_submitted.wait(30))
+    all_submitted = stop_thread(engine)
     streams = [engine.submit(request([n] * 50, count=12)) for n in range(7)]
-    both_submitted.set()
+    all_submitted.set()
     assert all(len(list(stream)) == 12 for stream in streams)
     assert max(map(len, backend.runs)) == 3
     assert max(map(sum, backend.runs)) == 40

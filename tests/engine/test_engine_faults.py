@@ -19,7 +19,7 @@ import pytest
 import unspool
 from helpers import null_model
 from helpers.drafts_support import Says
-from helpers.engine_support import expected, new_engine, nothing_leaks, request
+from helpers.engine_support import expected, new_engine, nothing_leaks, request, stop_thread
 from unspool.conversation import Conversation
 from unspool.decoding.branches import HeldBranches
 from unspool.engine.canvas import CanvasKind, open_canvas
@@ -88,6 +88,25 @@ def test_a_command_that_raises_is_told_to_who_gave_it():
     assert len(list(running)) == 200
 
 
+def test_commands_that_keep_arriving_do_not_stop_a_text():
+    """Each command gives the next one, so that there is always one waiting."""
+    engine, done, count = new_engine(), threading.Event(), 0
+
+    def command() -> None:
+        nonlocal count
+        count += 1
+        if not done.is_set():
+            engine.loop.post(command, at_rest=False)
+
+    command()
+    try:
+        steps = [step.token for step in engine.submit(request([1, 2, 3], count=5))]
+    finally:
+        done.set()
+    assert steps == expected(request([1, 2, 3], count=5))
+    assert count > 5
+
+
 def test_a_thread_that_is_gone_is_an_error_and_never_a_wait(monkeypatch: pytest.MonkeyPatch):
     engine = new_engine()
     engine.call(lambda: None)
@@ -124,8 +143,7 @@ def test_an_engine_whose_thread_is_just_starting_is_alive(monkeypatch: pytest.Mo
 def test_two_callers_cannot_compute_one_branch_at_once():
     engine = new_engine()
     branch = engine.open([1, 2, 3])
-    gate = threading.Event()
-    engine.loop.post(lambda: gate.wait(30))
+    gate = stop_thread(engine)
     with ThreadPoolExecutor(2) as threads:
         jobs = [threads.submit(engine.extend, branch, [4]) for _ in range(2)]
         while len(engine.loop._commands) < 2:
@@ -440,8 +458,7 @@ def test_memory_held_by_open_branches_is_a_clear_error():
 def test_the_queue_is_bounded():
     engine = new_engine(pages=3)
     engine.max_waiting = 2
-    blocker = threading.Event()
-    engine.loop.post(lambda: blocker.wait(10) and None)
+    blocker = stop_thread(engine)
     streams = [engine.submit(request([1, 2], count=2)) for _ in range(2)]
     with pytest.raises(UnspoolError, match="2 requests are waiting"):
         engine.submit(request([1, 2], count=2))

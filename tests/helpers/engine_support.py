@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,19 @@ def request(
         limits=Limits(**{"max_tokens": count, "context": 5000, **(limits or {})}),
         **options,
     )
+
+
+def stop_thread(engine: Engine) -> threading.Event:
+    """Stop the engine's thread until the event that is returned is set, or for 30 s."""
+    stopped, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        stopped.set()
+        go_on.wait(30)
+
+    engine.loop.post(wait)
+    assert stopped.wait(30)
+    return go_on
 
 
 def expected(submitted: Request, vocab_size: int = 40) -> list[int]:

@@ -373,8 +373,8 @@ class Engine:
             with suppress(UnspoolError):  # a closed engine fails its tasks itself
                 self.loop.post(fail_tasks, at_rest=False)
 
-        self.loop.call(add, at_rest=False)
         with scope.on_cancel(cancel):
+            self.loop.call(add, at_rest=False)
             return [self.loop.wait_for(task.future) for task in tasks]
 
     def fork(self, branch: Branch) -> Branch:

@@ -289,7 +289,8 @@ class SupervisedThread:
         finally:
             with self._wake:
                 self._closed = True
-            self._run_commands()
+            while self._commands:
+                self._run_commands()
             self.fail_all(UnspoolError("the engine was closed"))
 
     def _wait_for_work(self) -> bool:
@@ -299,7 +300,8 @@ class SupervisedThread:
             return not self._closed
 
     def _run_commands(self) -> None:
-        while self._commands:
+        """Run the commands that wait now; those that arrive meanwhile do not delay a step."""
+        for _ in range(len(self._commands)):
             command, at_rest = self._commands.popleft()
             if at_rest:
                 self.finish_in_flight()
