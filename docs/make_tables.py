@@ -95,7 +95,9 @@ def gpu_table(results: dict[str, Any], selection: str) -> str:
             parts = [part for part in parts if part.key in GPU_SHORT]
         text = gpu_parts_table(results, parts)
     device = gpu.describe("limits", results["limits"], None)
-    note = f" Other commit: {results['note']}." if results.get("note") and not selection else ""
+    note = ""
+    if results.get("note") and selection != "drafts":
+        note = f" Other commit: {results['note']}."
     return (
         f"{text}\n\n{device} ({results['versions']}). Random weights in published shapes, "
         f"{results['date']}, commit {results['commit']}: `{results['command']}`.{note}"

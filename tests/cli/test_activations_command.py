@@ -123,6 +123,7 @@ def test_gradients_on_the_command_line(
     code, out, _ = unspool("patch", *texts, "--answer", " the", "--approximate", "--json")
     sweep = lm.patch(*texts, answer=" the", approximate=True, progress=False)
     np.testing.assert_allclose(json.loads(out)["values"], sweep.values, atol=1e-5)
+    assert json.loads(out)["is_estimate"]
 
 
 def test_layer_numbers():

@@ -107,6 +107,9 @@ def test_approximate_patching_is_the_gradient_times_the_change(site, llama):
     )
     exact = llama.patch(CLEAN, CORRUPTED, answer=TOKEN, other=RIVAL, site=site, progress=False)
     assert approximate.axes == exact.axes and approximate.labels == exact.labels
+    for text in (approximate.describe(), repr(approximate)):
+        assert "estimated" in text
+    assert "estimated" not in exact.describe() + repr(exact)
     assert approximate.baseline == pytest.approx(exact.baseline, abs=1e-4)
     reads = [llama.activations(text, sites=site)[site] for text in (CLEAN, CORRUPTED)]
     step = 0.02

@@ -64,6 +64,7 @@ class Sweep:
     clean: float | None = None  # of the clean run, if there is one
     # What each run has changed, by its index in `values`.
     cells: Mapping[Cell, tuple[Intervention, ...]] = field(default_factory=dict, repr=False)
+    is_estimate: bool = False  # from one gradient, instead of a run for each value
 
     @property
     def effects(self) -> Floats:
@@ -111,6 +112,7 @@ class Sweep:
             "values": np.round(self.values.astype(np.float64), 6).tolist(),
             "baseline": self.baseline,
             "clean": self.clean,
+            "is_estimate": self.is_estimate,
         }
 
     def __repr__(self) -> str:
@@ -120,7 +122,8 @@ class Sweep:
         runs = f"baseline {self.baseline:.4g}"
         if self.clean is not None:
             runs = f"corrupted {self.baseline:.4g}, clean {self.clean:.4g}"
-        return f"<Sweep of {self.site} over {shape}: {self.metric}, {runs}>"
+        estimated = ", estimated" if self.is_estimate else ""
+        return f"<Sweep of {self.site} over {shape}: {self.metric}, {runs}{estimated}>"
 
     def _repr_html_(self) -> str:
         return notebook_html(note_html(self.describe()), _heatmap_html(self))
@@ -129,8 +132,9 @@ class Sweep:
         """Say in one line what the values are."""
         if self.clean is None:
             return f"{self.metric} without {self.site}; with all of it {self.baseline:.3g}"
+        estimated = ", estimated from one gradient" if self.is_estimate else ""
         return (
-            f"{self.metric} when {self.site} is patched from the clean run; corrupted "
+            f"{self.metric} when {self.site} is patched from the clean run{estimated}; corrupted "
             f"{self.baseline:.3g}, clean {self.clean:.3g}"
         )
 
@@ -343,8 +347,9 @@ def patch(
         with progress_bar("patching", len(cells), show=progress) as report:
             values = _run_sweep(lm, tokens, cells, grid.shape, scored, baseline, adapter, report)
     return Sweep(
-        grid.site, scored.label, grid.axes, grid.labels(lm), values, baseline, restored, cells
-    )
+        grid.site, scored.label, grid.axes, grid.labels(lm), values, baseline, restored, cells,
+        approximate,
+    )  # fmt: skip
 
 
 def _approximate_effects(
