@@ -20,7 +20,7 @@ from helpers import null_model, tiny_masked
 from helpers.canvas_support import MASK
 from helpers.deep_null import MASK as NULL_MASK
 from helpers.deep_null import VOCAB, engine_with, expected_logits, fresh, mixed
-from helpers.engine_support import nothing_leaks, request, stop_thread
+from helpers.engine_support import nothing_leaks, pause_thread, request
 from unspool import native
 from unspool.engine.canvas import CanvasKind, PassRequest, open_canvas, run_passes
 from unspool.errors import ContextError, SettingsError, UnspoolError
@@ -266,7 +266,7 @@ def test_a_failed_step_costs_only_that_pass():
 def test_a_canvas_is_computed_for_one_caller_at_a_time():
     engine = engine_with()
     canvas = open_canvas(engine, [1, 2, 0], 4, WHOLE)
-    gate = stop_thread(engine)
+    gate = pause_thread(engine)
     with ThreadPoolExecutor(2) as threads:
         jobs = [threads.submit(canvas.logits) for _ in range(2)]
         while len(engine.loop._commands) < 2:

@@ -17,9 +17,9 @@ from helpers.engine_support import (
     expected,
     new_engine,
     nothing_leaks,
+    pause_thread,
     request,
     some_prompts,
-    stop_thread,
 )
 from unspool.backends.step import StepLimits
 from unspool.backends.torch.backend import TorchBackend
@@ -145,7 +145,7 @@ def test_the_verbs_of_a_branch(tiny_lm: Any):
 def test_a_long_prompt_does_not_freeze_the_others():
     engine = new_engine(pages=1200, context=5000)
     backend: Any = engine.backend
-    all_submitted = stop_thread(engine)  # so that neither is done before
+    all_submitted = pause_thread(engine)  # so that neither is done before
     short = engine.submit(request([1, 2, 3], count=60))
     long = engine.submit(request([5] * 4000, count=2))
     all_submitted.set()
@@ -160,7 +160,7 @@ def test_the_backend_says_how_much_it_takes_in_a_step():
     limits = StepLimits(max_rows=3, prefill_tokens=40, prefill_beside_decode=20)
     engine = new_engine(pages=400, limits=limits)
     backend: Any = engine.backend
-    all_submitted = stop_thread(engine)
+    all_submitted = pause_thread(engine)
     streams = [engine.submit(request([n] * 50, count=12)) for n in range(7)]
     all_submitted.set()
     assert all(len(list(stream)) == 12 for stream in streams)

@@ -19,7 +19,7 @@ import pytest
 import unspool
 from helpers import null_model
 from helpers.drafts_support import Says
-from helpers.engine_support import expected, new_engine, nothing_leaks, request, stop_thread
+from helpers.engine_support import expected, new_engine, nothing_leaks, pause_thread, request
 from unspool.conversation import Conversation
 from unspool.decoding.branches import HeldBranches
 from unspool.engine.canvas import CanvasKind, open_canvas
@@ -143,7 +143,7 @@ def test_an_engine_whose_thread_is_just_starting_is_alive(monkeypatch: pytest.Mo
 def test_two_callers_cannot_compute_one_branch_at_once():
     engine = new_engine()
     branch = engine.open([1, 2, 3])
-    gate = stop_thread(engine)
+    gate = pause_thread(engine)
     with ThreadPoolExecutor(2) as threads:
         jobs = [threads.submit(engine.extend, branch, [4]) for _ in range(2)]
         while len(engine.loop._commands) < 2:
@@ -458,7 +458,7 @@ def test_memory_held_by_open_branches_is_a_clear_error():
 def test_the_queue_is_bounded():
     engine = new_engine(pages=3)
     engine.max_waiting = 2
-    blocker = stop_thread(engine)
+    blocker = pause_thread(engine)
     streams = [engine.submit(request([1, 2], count=2)) for _ in range(2)]
     with pytest.raises(UnspoolError, match="2 requests are waiting"):
         engine.submit(request([1, 2], count=2))

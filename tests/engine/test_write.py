@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from helpers.engine_support import new_engine, nothing_leaks, request, stop_thread
+from helpers.engine_support import new_engine, nothing_leaks, pause_thread, request
 from helpers.search_support import metered
 from unspool import SettingsError, UnspoolError
 from unspool.decoding.speculative.drafters import PredictedText
@@ -228,7 +228,7 @@ def test_going_on_shows_every_character_once():
 
 def test_releasing_a_branch_that_somebody_waits_for_leaks_nothing():
     engine = new_engine(pages=50)
-    branch, gate = engine.open([1] * 40), stop_thread(engine)
+    branch, gate = engine.open([1] * 40), pause_thread(engine)
     with ThreadPoolExecutor(2) as threads:
         waiting = threads.submit(engine.extend, branch)
         while len(engine.loop._commands) < 1:

@@ -36,17 +36,17 @@ def request(
     )
 
 
-def stop_thread(engine: Engine) -> threading.Event:
-    """Stop the engine's thread until the event that is returned is set, or for 30 s."""
-    stopped, go_on = threading.Event(), threading.Event()
+def pause_thread(engine: Engine) -> threading.Event:
+    """Pause the engine's thread until the event that is returned is set, or for 30 s."""
+    paused, resume = threading.Event(), threading.Event()
 
     def wait() -> None:
-        stopped.set()
-        go_on.wait(30)
+        paused.set()
+        resume.wait(30)
 
     engine.loop.post(wait)
-    assert stopped.wait(30)
-    return go_on
+    assert paused.wait(30)
+    return resume
 
 
 def expected(submitted: Request, vocab_size: int = 40) -> list[int]:

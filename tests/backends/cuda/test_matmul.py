@@ -22,7 +22,7 @@ from unspool.backends.cuda.matmul import (  # noqa: E402
     Epilogue,
     NormWeights,
     PackedMatrix,
-    _telling_matrices,
+    _order_probe,
     exact_gemm,
     float8_packing,
     norm_kind,
@@ -352,7 +352,7 @@ def test_a_line_alone_and_among_others_has_the_same_bits(shape, biased):
 @pytest.mark.parametrize("columns", [48, 257])
 def test_matrices_that_tell_another_order_of_summation(columns):
     """In exact arithmetic all their products are zero."""
-    x, weight = _telling_matrices(20, torch.empty(64, columns, dtype=torch.bfloat16))
+    x, weight = _order_probe(20, torch.empty(64, columns, dtype=torch.bfloat16))
     assert (x.double() @ weight.double().T).abs().max() == 0
     terms = x.float()[:, None] * weight.float()
     sums = torch.zeros(2, 20, 64)

@@ -277,18 +277,18 @@ def _cublas_keeps_order(weight: Tensor, bias: Tensor | None, count: int) -> bool
     key = (count, weight.shape, bias is None, weight.dtype, weight.device)
     if key not in _in_order:
         try:
-            x, telling = _telling_matrices(count, weight)
+            x, probe = _order_probe(count, weight)
+            ordered, by_cublas = (x.new_empty(count, len(weight)) for _ in range(2))
         except torch.OutOfMemoryError:
             return False
-        ordered, by_cublas = (x.new_empty(count, len(weight)) for _ in range(2))
         no_bias = None if bias is None else torch.zeros_like(bias)
-        _ordered_gemm(telling, no_bias, x, ordered)
-        gemm(telling, no_bias, x, by_cublas)
+        _ordered_gemm(probe, no_bias, x, ordered)
+        gemm(probe, no_bias, x, by_cublas)
         _in_order[key] = torch.equal(ordered, by_cublas)
     return _in_order[key]
 
 
-def _telling_matrices(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _order_probe(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors and a matrix whose products are only rounding errors, which the order decides: pairs
     of columns cancel each other, and are of very different sizes."""
     rows, columns = like.shape
