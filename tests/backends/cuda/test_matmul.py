@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from helpers.packed_support import numbers, random_blocks  # noqa: E402
+from unspool.backends.cuda import matmul  # noqa: E402
 from unspool.backends.cuda.kernels.common import ACTIVATIONS  # noqa: E402
 from unspool.backends.cuda.kernels.elementwise import add_norm, glu, multiply_gate  # noqa: E402
 from unspool.backends.cuda.matmul import (  # noqa: E402
@@ -108,8 +109,11 @@ def test_what_is_no_number_stays_none(broken):
     assert not out.isfinite().any()
 
 
+@pytest.mark.parametrize("has_several_blocks", [False, True])
 @pytest.mark.parametrize(("kind", "gated"), [("Q4_K", True), ("Q8_0", False), ("FP8 blocks", True)])
-def test_one_vector_with_all_around_it(kind, gated):
+def test_one_vector_with_all_around_it(kind, gated, has_several_blocks, monkeypatch):
+    if has_several_blocks:  # blocks of four rows for each of two programs
+        monkeypatch.setattr(matmul, "packed_gemv_tiling", lambda *_: (4, 1, 2))
     torch.manual_seed(1)
     rows, columns = 30, 768  # units of a row that are no power of two
     bias = torch.randn(rows)

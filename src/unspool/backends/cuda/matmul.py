@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from unspool.model.files.stored import block_width
 
 _WEIGHTS_PER_THREAD = 64  # held in registers: enough loads in flight
 _WARPS_PER_SM = 16
+_SMALL_BLOCKS = 3  # with at most this many blocks per multiprocessor, each is a program
 _MAX_PADDING = 1.5
 _MAX_SPLIT_COLUMNS = 8192
 
@@ -41,6 +42,18 @@ class NormWeights:
 
     gain: Tensor  # [width], float32
     bias: Tensor | None = None
+    _in_slots: dict[int, NormWeights] = field(default_factory=dict)  # by bits
+
+    def in_slots(self, bits: int) -> NormWeights:
+        """The same with its numbers in the order in which packed units multiply them."""
+        if bits not in self._in_slots:
+            gain, bias = (
+                None if x is None else x.view(-1, 32 // bits, 4).transpose(0, 1).flatten()
+                for x in (self.gain, self.bias)
+            )
+            assert gain is not None
+            self._in_slots[bits] = NormWeights(gain, bias)
+        return self._in_slots[bits]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +97,15 @@ class Epilogue:
             x if residual is None else residual, out, rows, self.eps, added.added_scale,
             added.scale, self.scale, *row_strides(x, residual, out),
         )  # fmt: skip
+
+    def in_slots(self, bits: int) -> Epilogue:
+        """The same with norms for packed units (`NormWeights.in_slots`)."""
+        norm, addition = self.norm, self.addition
+        if norm is not None:
+            norm = norm.in_slots(bits)
+        if addition is not None and addition.post is not None:
+            addition = replace(addition, post=addition.post.in_slots(bits))
+        return replace(self, norm=norm, addition=addition)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -162,6 +184,10 @@ def gemv_tiling(
     """Rows per iteration and warps of a program, and programs per vector."""
     if device.type != "cuda":
         return [32, 1, min(-(-rows // 32), 2)]  # few launches and loops: the interpreter is slow
+    if columns <= 2048 and rows <= _SMALL_BLOCKS * 4 * num_multiprocessors(device):
+        warps = 1 if columns <= 1024 else 4
+        programs = num_multiprocessors(device) * _WARPS_PER_SM // warps
+        return [4, warps, min(-(-rows // 4), -(-programs // vectors))]
     half_width = columns * tiles * size // 2
     is_small = half_width <= 256 or (half_width <= 1024 and rows >= 16_384)
     block_rows = 1 if half_width >= 32_768 else 4 if is_small else 2
@@ -193,7 +219,8 @@ def gemv(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, epilogue: 
     gemv_kernel[(programs, vectors)](
         *epilogue.arguments(x, (weight, x if bias is None else bias), out, rows),
         K=columns, KP=padded, TAIL=tail, BN=block_rows, BIAS=bias is not None,
-        **epilogue.constants, num_warps=warps, launch_pdl=epilogue.pdl,
+        **epilogue.constants, LOOP=programs * block_rows < rows, num_warps=warps,
+        launch_pdl=epilogue.pdl,
     )  # fmt: skip
 
 
@@ -639,12 +666,14 @@ class PackedMatrix:
         block_rows, warps, programs = packed_gemv_tiling(
             rows, self._units, 1 + epilogue.gated, vectors, x.device
         )
+        epilogue = epilogue.in_slots(self.packing.bits)
         weights = (*self.kernel_tensors(), x if self.bias is None else self.bias)
         packed_gemv[(programs, vectors)](
             *epilogue.arguments(x, weights, out, rows), K=self.columns,
             UP=next_power_of_two(self._units), **self.kernel_constants(), BN=block_rows,
             BIAS=self.bias is not None, **epilogue.constants, NATIVE=x.is_cuda,
-            maxnreg=_MAX_REGISTERS, num_warps=warps, launch_pdl=epilogue.pdl,
+            LOOP=programs * block_rows < rows, maxnreg=_MAX_REGISTERS, num_warps=warps,
+            launch_pdl=epilogue.pdl,
         )  # fmt: skip
 
     def gemm(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:

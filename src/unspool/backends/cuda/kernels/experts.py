@@ -18,7 +18,6 @@ import triton.language as tl
 from unspool.backends.cuda.kernels.common import (
     activated,
     gated_activation,
-    load_parts,
     rounded,
     wait,
 )
@@ -27,10 +26,10 @@ from unspool.backends.cuda.kernels.packed import (
     block_rows,
     dequantize_rows,
     excess_and_sums,
+    load_slots,
     load_units_at,
     product,
     quantize_vector,
-    slot_columns,
 )
 
 # -- Router
@@ -205,7 +204,7 @@ def load_vector(
         vector = tl.load(x + units, mask=units < SIZE, other=0.0).to(tl.float32) * gate
         loaded = (vector, vector, vector, vector, vector)
     else:
-        slots = load_parts(x, slot_columns(units, BITS), SIZE, 32 // BITS)
+        slots = load_slots(x, units, SIZE, BITS)
         INTEGER: tl.constexpr = KIND != 4 and x.dtype.element_ty.primitive_bitwidth == 16
         if INTEGER:
             upper, lower, step, sums = quantize_vector(slots, BITS, KIND, NATIVE)

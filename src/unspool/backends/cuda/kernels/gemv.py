@@ -72,7 +72,7 @@ def gemv_kernel(
     KP: tl.constexpr, TAIL: tl.constexpr, BN: tl.constexpr, ADDED: tl.constexpr, POST: tl.constexpr,
     SUM_SCALED: tl.constexpr, NORM: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr, RES: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr, LIMIT: tl.constexpr,
+    PDL: tl.constexpr, LIMIT: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """out [N] = W [N, K] · norm(x); with GLU act(W · x) * (U · x), U being the N rows below W; RES:
     see `epilogue`. Each vector has separate programs, so its result does not depend on the number
@@ -82,6 +82,9 @@ def gemv_kernel(
     that holds the rest of the columns.
 
     ADDED: `add_to_residual` comes first, in every program; the first one stores it in `sums`.
+
+    LOOP: a program may have several blocks of rows, and loads the next one ahead. Programs without
+    it have fewer registers, so that more of the next kernel's programs wait beside them.
     """
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -123,15 +126,17 @@ def gemv_kernel(
     vector = normalize_parts(vector, gains, shifts, cols, x, eps, K, NORM, PARTS)
     for block in range(start, tl.cdiv(N, BN), stride):
         next_rows = (block + stride) * BN + tl.arange(0, BN)
-        next_tile = load_rows(w, next_rows, cols[0], N, K, MASKED)
+        next_tile = load_rows(w, next_rows, cols[0], N, K, MASKED) if LOOP else tile
         y = product(tile, vector[0])
         if TAIL > 0:
-            next_tail_tile = load_rows(w, next_rows, cols[1], N, K, TAIL_MASKED)
+            next_tail_tile = tail_tile
+            if LOOP:
+                next_tail_tile = load_rows(w, next_rows, cols[1], N, K, TAIL_MASKED)
             y += product(tail_tile, vector[1])
             tail_tile = next_tail_tile
         z = y
         if GLU:
-            next_up_tile = load_rows(up, next_rows, cols[0], N, K, MASKED)
+            next_up_tile = load_rows(up, next_rows, cols[0], N, K, MASKED) if LOOP else up_tile
             z = product(up_tile, vector[0])
             up_tile = next_up_tile
         epilogue(

@@ -21,8 +21,6 @@ import triton.language as tl
 
 from unspool.backends.cuda.kernels.common import (
     add_to_residual,
-    load_norm,
-    load_parts,
     normalize_parts,
     store_parts,
 )
@@ -253,6 +251,33 @@ def slot_columns(units, BITS: tl.constexpr):
         slot_cols = units[:, None] * (128 // BITS) + 4 * slot + tl.arange(0, 4)[None, :]
         cols = cols + (slot_cols,)  # noqa: RUF005 (Triton has no unpacking)
     return cols
+
+
+@triton.jit
+def load_norm_slots(gain, shift, units, U: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr):
+    """`load_norm` in slots, from vectors that are stored slot by slot (`in_slots`): neighbouring
+    threads load neighbouring numbers."""
+    gains, shifts = (), ()
+    for slot in tl.static_range(0, 32 // BITS):
+        at = (slot * U + units)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        if NORM != 0:
+            gains = gains + (tl.load(gain + at, (units < U)[:, None], 0.0),)  # noqa: RUF005
+        if NORM == 2:
+            shifts = shifts + (tl.load(shift + at, (units < U)[:, None], 0.0),)  # noqa: RUF005
+    return gains, shifts
+
+
+@triton.jit
+def load_slots(vector, units, K: tl.constexpr, BITS: tl.constexpr):
+    """Load a vector of K numbers in float32, in slots: two at a time, 16 bytes in bfloat16."""
+    slots = ()
+    for slot in tl.static_range(0, 32 // BITS, 2):
+        cols = units[:, None] * (128 // BITS) + 4 * slot + tl.arange(0, 8)[None, :]
+        pair = tl.load(vector + cols, mask=cols < K, other=0.0)
+        pair = tl.permute(tl.reshape(pair, [units.shape[0], 2, 4]), [0, 2, 1])
+        first, second = tl.split(pair)
+        slots = slots + (first.to(tl.float32), second.to(tl.float32))  # noqa: RUF005
+    return slots
 
 
 @triton.jit
@@ -519,6 +544,7 @@ def packed_gemv(
     POST: tl.constexpr, SUM_SCALED: tl.constexpr, NORM: tl.constexpr, GLU: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr, SCALED: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr, LIMIT: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     """`gemv_kernel` with a packed matrix of U units per row (UP: the power of two >= U).
 
@@ -540,13 +566,13 @@ def packed_gemv(
     )  # fmt: skip
     SLOTS: tl.constexpr = 32 // BITS
     cols = slot_columns(units, BITS)
-    gains, shifts = load_norm(gain, shift, cols, K, NORM, SLOTS)
-    post_gains, post_shifts = load_norm(post_gain, post_shift, cols, K, POST, SLOTS)
+    gains, shifts = load_norm_slots(gain, shift, units, U, BITS, NORM)
+    post_gains, post_shifts = load_norm_slots(post_gain, post_shift, units, U, BITS, POST)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-    vector_slots = load_parts(x, cols, K, SLOTS)
+    vector_slots = load_slots(x, units, K, BITS)
     if ADDED > 0:
         at = vector_index * K
         vector_slots = add_to_residual(
@@ -567,10 +593,12 @@ def packed_gemv(
         step, sums = excess_and_sums(slots, BITS, KIND, OFFSET)
     zero = tl.minimum(N, 0)
     for block in range(start, tl.cdiv(N, BN), stride):
-        next_tile, next_record, next_factor = load_units(
-            quants, records, factors, block_rows(block + stride, N, BN, GLU), units, height,
-            U, BITS, KIND, SHARE,
-        )  # fmt: skip
+        next_tile, next_record, next_factor = tile, record, factor
+        if LOOP:
+            next_tile, next_record, next_factor = load_units(
+                quants, records, factors, block_rows(block + stride, N, BN, GLU), units, height,
+                U, BITS, KIND, SHARE,
+            )  # fmt: skip
         y = product(
             tile, record, factor, units, slots, upper, lower, step, sums, zero, BITS, KIND, OFFSET,
             SHARE, INTEGER, NATIVE,
