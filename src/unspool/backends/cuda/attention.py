@@ -27,7 +27,7 @@ PIECES = 32  # pieces (splits) of a long context, which are processed in paralle
 MOST_PIECES = PIECES + 1  # pieces begin at fixed positions: a window may touch one more
 ROWS = 16  # query heads of one key head per program: the minimum of tensor cores
 MANY_PROGRAMS = 512  # from this many rows times heads on, a program processes several pieces
-SEVERAL = 8
+SEVERAL = 16
 # Pipeline stages. Kernels of small batches stay below 48 KB of shared memory: above, the driver
 # drains a multiprocessor before they may run, and concurrent GEMMs wait.
 STAGES = 4

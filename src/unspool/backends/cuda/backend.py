@@ -113,7 +113,7 @@ _MAX_ROWS = BATCH_SIZES[-1]
 _MAX_DECODE_TOKENS = 16  # a row with at most this many new tokens is decoded in a captured graph
 _PREFILL_TOKENS = 8192  # a step: enough to keep the tensor cores busy
 _PREFILL_DELAY_S = 0.1  # how long prefill may delay the next tokens of running sequences, about
-_FLOPS_PER_SM = 3e12  # about what prefill reaches on a Hopper multiprocessor
+_FLOPS_PER_SM = 5e12  # about what prefill reaches on a Hopper multiprocessor
 _NO_INTS = empty_ints()
 
 
@@ -378,7 +378,8 @@ def _prefill_beside_decode(weights: Weights) -> int:
     """Number of prefill tokens in a step that also decodes."""
     num_weights = sum(matrix.rows * matrix.columns for matrix in weights.matrices())
     rate = _FLOPS_PER_SM * num_multiprocessors(weights.device)
-    return max(512, min(_PREFILL_TOKENS, int(_PREFILL_DELAY_S * rate / (2 * num_weights))))
+    tokens = int(_PREFILL_DELAY_S * rate / (2 * num_weights))
+    return max(512, min(_PREFILL_TOKENS, tokens // 256 * 256))  # whole tiles of matrix products
 
 
 class _BatchSplit:
