@@ -3,7 +3,6 @@ prefixes result, the same texts preempted."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from fleets.simulate import Replica, RunningRequest, Shape, StepCosts, Table
 from fleets.trace import Request
+from helpers.engine_support import pause_thread
 from helpers.null_model import NullModel
 from unspool.backends.step import StepLimits
 from unspool.engine.engine import Engine
@@ -40,9 +40,7 @@ def prompts(seed: int, count: int) -> list[list[int]]:
 def written(engine: Engine, texts: list[list[int]], counts: list[int], together: bool) -> Any:
     """What the real engine writes and what it reused of each prompt; `together`, it begins when
     all are there, otherwise each is written before the next one comes."""
-    gate = threading.Event()
-    if together:
-        engine.loop.post(lambda: gate.wait(60))
+    resume = pause_thread(engine) if together else None
     streams, tokens = [], []
     for number, (prompt, count) in enumerate(zip(texts, counts, strict=True)):
         request = EngineRequest(
@@ -53,8 +51,8 @@ def written(engine: Engine, texts: list[list[int]], counts: list[int], together:
         streams.append(engine.submit(request))
         if not together:
             tokens.append([step.token for step in streams[-1]])
-    gate.set()
-    if together:
+    if resume is not None:
+        resume.set()
         tokens = [[step.token for step in stream] for stream in streams]
     return tokens, [stream.prompt_reused for stream in streams]
 
