@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -17,6 +18,7 @@ _EMPTY = np.empty(0, np.int64)
 _ONE = np.ones(1, np.int64)  # adding an array takes half the time of adding a number
 _NO_COPIES = np.empty((0, 2), np.int64)
 _NO_UPDATES = TableUpdates()
+_has_placeholder = attrgetter("has_placeholder")
 
 
 @dataclass(slots=True)
@@ -42,8 +44,14 @@ class BatchBuilder:
         self._floats, self._ints = np.zeros((8, 6)), np.zeros((8, 6), np.int64)
         self._range = np.arange(8)
 
-    def build(self, rows: list[EngineTask]) -> tuple[StepBatch, list[RowSlice]]:
-        """Build the step that computes each task's branch up to `task.until`."""
+    def build(self, rows: list[EngineTask]) -> tuple[StepBatch, list[RowSlice] | None]:
+        """Build the step that computes each task's branch up to `task.scheduled_end`.
+
+        Returns:
+            The step, and each row's part of it; None if every row continues by one sampled token.
+        """
+        if all(map(_has_placeholder, rows)):
+            return self._build_continued(rows), None
         tree, size = self._tree, self._tree.page_size
         # Not `list[int]()`, which takes ten times as long.
         slices: list[RowSlice] = []
@@ -77,12 +85,8 @@ class BatchBuilder:
             slots.append(slot)
             has_two = branch.canvas_adapter is not None
             adapters.append(_row_adapter(branch, first) if has_two else branch.adapter)
-            column = branch.num_table_pages
-            if column * size < until:
-                for page in branch.pages_from(column):
-                    table.append((slot, column, page))
-                    column += 1
-                branch.num_table_pages = column
+            if branch.num_table_pages * size < until:
+                table += _new_table_entries(branch)
             task.steps_in_flight += 1
             if branch.interventions is not None:
                 spans = spans or SpanCollector()
@@ -160,13 +164,11 @@ class BatchBuilder:
             else:  # `take` is twice as quick as an index on short arrays
                 sampled_at, pick_slots = np.array(sampled), np.array(sampled_slots)
                 pick_positions = next_positions.take(sampled_at)
-            ints = self._ints.take(pick_slots, 0)
-            ints[:, POSITION] += pick_positions  # on top of the truncated tokens
-            pick = SamplingRows(self._floats.take(pick_slots, 0), ints, _EMPTY)
+            pick = self._sampling_rows(pick_slots, pick_positions)
             if canvas_picks:
                 _write_canvas_rows(pick, canvas_picks)
             if histories:
-                pick.history = histories.write(ints)
+                pick.history = histories.write(pick.ints)
         states = captures = _NO_COPIES
         if tree.states is not None:
             states, captures = tree.states.rows([task.branch for task in rows], firsts, starts)
@@ -192,6 +194,64 @@ class BatchBuilder:
             interventions=None if spans is None else spans.build(),
         ), slices
 
+    def _build_continued(self, rows: list[EngineTask]) -> StepBatch:
+        """Build a step in which every row computes the token that is being sampled for it.
+
+        Most steps of many texts are like this, and a GPU waits for them.
+        """
+        tree, size = self._tree, self._tree.page_size
+        table: list[tuple[int, int, int]] = []
+        histories: _PenaltyHistories | None = None
+        spans: SpanCollector | None = None
+        for row, task in enumerate(rows):
+            branch = task.branch
+            if branch.num_table_pages * size < task.scheduled_end:
+                table += _new_table_entries(branch)
+            if branch.interventions is not None:
+                spans = spans or SpanCollector()
+                spans.add(branch.interventions, task.scheduled_start, task.scheduled_end, row)
+            if task.sees_history:
+                histories = histories or _PenaltyHistories()
+                histories.add(task, row, 1)
+            task.steps_in_flight += 1
+            task.pick_number = row
+        branches = [task.branch for task in rows]
+        row_starts = self._first_integers(len(rows) + 1)
+        positions = np.array([task.scheduled_start for task in rows])
+        slots = np.array([branch.slot for branch in branches])
+        visible_end = positions + _ONE
+        sampling = self._sampling_rows(slots, visible_end)
+        if histories:
+            sampling.history = histories.write(sampling.ints)
+        adapters = [branch.adapter for branch in branches]
+        states = captures = _NO_COPIES
+        if tree.states is not None:
+            states, captures = tree.states.rows(branches, positions.tolist(), row_starts.tolist())
+        copies = tree.take_copies() if tree.copies else None
+        return StepBatch(
+            tokens=np.array([branch.tail[-1] for branch in branches]),
+            positions=positions,
+            visible_end=visible_end,
+            row_starts=row_starts,
+            slots=slots,
+            table_updates=TableUpdates(*np.array(table).T) if table else _NO_UPDATES,
+            page_copies=np.array(copies) if copies else _NO_COPIES,
+            sample_indices=row_starts[:-1],
+            sampling=sampling,
+            logits_indices=_EMPTY,
+            adapters=np.array(adapters) if any(adapters) else _EMPTY,
+            echoes=_NO_COPIES,
+            state_slots=states,
+            state_captures=captures,
+            interventions=None if spans is None else spans.build(),
+        )
+
+    def _sampling_rows(self, slots: Ints, positions: Ints) -> SamplingRows:
+        """Return the sampling parameters of texts at these positions."""
+        ints = self._ints.take(slots, 0)
+        ints[:, POSITION] += positions  # on top of the truncated tokens
+        return SamplingRows(self._floats.take(slots, 0), ints, _EMPTY)
+
     def _first_integers(self, count: int) -> Ints:
         """Return 0, 1, 2, ... as a view: the arrays of a batch are never written to."""
         if count > len(self._range):
@@ -207,6 +267,16 @@ class BatchBuilder:
                 self._ints = np.concatenate((self._ints, self._ints))
             self._floats[slot], self._ints[slot] = task.pick_floats, task.pick_ints
         return slot
+
+
+def _new_table_entries(branch: Branch) -> list[tuple[int, int, int]]:
+    """Return slot, column and page of the branch's pages that are not in the block table yet."""
+    first = branch.num_table_pages
+    entries = [
+        (branch.slot, column, page) for column, page in enumerate(branch.pages_from(first), first)
+    ]
+    branch.num_table_pages = first + len(entries)
+    return entries
 
 
 def _row_adapter(branch: Branch, first: int) -> int:
@@ -360,6 +430,25 @@ def scatter_results(
             complete.append((task, error))
         else:
             task.report_progress()
+    return complete
+
+
+def scatter_continued(
+    tree: Tree, rows: list[EngineTask], result: StepResult
+) -> list[tuple[EngineTask, Exception | None]]:
+    """Do what `scatter_results` does, for a step that continues every row by one token."""
+    size, failures = tree.page_size, result.failures
+    complete: list[tuple[EngineTask, Exception | None]] = []
+    picks = zip(result.tokens.tolist(), result.logprobs.tolist(), strict=True)
+    for row, (task, pick) in enumerate(zip(rows, picks, strict=True)):
+        task.steps_in_flight -= 1
+        task.picked.append(pick)
+        if task.queued:  # not cancelled while the step was in flight
+            branch = task.branch
+            branch.num_computed = computed = branch.num_computed + 1
+            if computed - branch.start >= size:
+                tree.advance(branch, computed)
+            complete.append((task, failures.get(row)))
     return complete
 
 

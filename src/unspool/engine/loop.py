@@ -25,7 +25,7 @@ from typing import TypeVar
 import numpy as np
 
 from unspool.backends.step import Backend, Logits, StepHandle
-from unspool.engine.batch import BatchBuilder, RowSlice, scatter_results
+from unspool.engine.batch import BatchBuilder, RowSlice, scatter_continued, scatter_results
 from unspool.engine.scheduler import EngineTask, Scheduler
 from unspool.engine.sequence import Sequence
 from unspool.engine.states import StatePool
@@ -315,7 +315,8 @@ _PICKED_TOGETHER = 16  # sequences sampled on the host before checking whether t
 class StepInFlight:
     """A step that is launched and not settled."""
 
-    slices: list[RowSlice]
+    rows: list[EngineTask]
+    slices: list[RowSlice] | None  # each row's part; None: one sampled token
     handle: StepHandle
     layers: tuple[int, ...] | None = None  # whose hidden states are returned; None: all
 
@@ -370,10 +371,10 @@ class Loop(SupervisedThread):
             batch, slices = self._batches.build(rows)
             layers = batch.observe.layers if batch.observe else None
             was_hooked = self.tree.is_hooked()
-            step = StepInFlight(slices, self.backend.launch(batch), layers)
+            step = StepInFlight(rows, slices, self.backend.launch(batch), layers)
             if was_hooked or self.tree.is_hooked():  # another thread may set hooks meanwhile
-                for row in slices:
-                    self.tree.make_private(row.task.branch)
+                for task in rows:
+                    self.tree.make_private(task.branch)
             return step
         except BaseException as error:  # only the rows of this step fail
             self._lose(rows, error)
@@ -385,9 +386,12 @@ class Loop(SupervisedThread):
         assert step is not None
         try:
             result = step.handle.result()
-            complete = scatter_results(self.tree, step.slices, result, step.layers)
+            if step.slices is None:
+                complete = scatter_continued(self.tree, step.rows, result)
+            else:
+                complete = scatter_results(self.tree, step.slices, result, step.layers)
         except BaseException as error:
-            self._lose([row.task for row in step.slices], error)
+            self._lose(step.rows, error)
             return
         self.steps += 1
         has_logits = len(result.logits) > 0

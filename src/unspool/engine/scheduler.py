@@ -33,6 +33,7 @@ class EngineTask:
 
     __slots__ = (
         "admitted",
+        "ahead_until",
         "arrival",
         "backlogged",
         "branch",
@@ -97,6 +98,8 @@ class EngineTask:
         self.has_placeholder = (
             False  # the last token of the branch is a placeholder, not sampled yet
         )
+        # A branch shorter than this may get a placeholder without asking `run_ahead`.
+        self.ahead_until = 0
         self.queued = False  # whether the scheduler has it
         self.admitted = False  # whether it is running
         self.backlogged = False  # whether it waits for another task of its group
@@ -315,7 +318,7 @@ class Scheduler:
         """Return the rows of the next step, with their pages reserved. Empty: nothing can run."""
         if self.waiting:
             self._admit()
-        limits = self.limits
+        limits, page_size = self.limits, self.tree.page_size
         rows: list[EngineTask] = []
         prompts: list[EngineTask] = []
         drafted: list[EngineTask] = []
@@ -324,6 +327,17 @@ class Scheduler:
             if not task.admitted or len(rows) == limits.max_rows:
                 continue  # preempted for a row planned before it
             if task.steps_in_flight:
+                length = branch.length
+                if (  # most often nothing needs to be asked or reserved
+                    length < task.ahead_until
+                    and task.scheduled_end == length
+                    and length - branch.start < len(branch.pages) * page_size
+                ):
+                    branch.tail.append(-1 - task.pick_number)
+                    branch.length = task.scheduled_end = length + 1
+                    task.scheduled_start, task.has_placeholder = length, True
+                    rows.append(task)
+                    continue
                 if not self._runs_ahead(task):
                     continue
             elif (
@@ -333,8 +347,7 @@ class Scheduler:
                 prompts.append(task)
                 continue
             launched_end, end = task.scheduled_end, task.target_len
-            # Most often the last page has room, and nothing needs to be reserved.
-            reserved = branch.start + len(branch.pages) * self.tree.page_size
+            reserved = branch.start + len(branch.pages) * page_size
             if end <= reserved or self._reserve(task, end, rows):
                 task.scheduled_start = launched_end if task.steps_in_flight else branch.num_computed
                 has_adapter = branch.canvas_adapter is not None

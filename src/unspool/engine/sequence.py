@@ -78,9 +78,9 @@ class Sequence(EngineTask):
     """A running request. Owned by the engine thread; not thread-safe."""
 
     __slots__ = (
-        "constraints", "drafting", "finished", "history", "last_step_at", "length", "max_length",
-        "num_inserted", "prompt_length", "queue", "request", "sampler_state", "scheduler",
-        "stop_checker", "token_bytes", "truncation",
+        "constraints", "drafting", "finished", "history", "is_plain", "last_step_at", "length",
+        "max_length", "num_inserted", "prompt_length", "queue", "request", "sampler_state",
+        "scheduler", "stop_checker", "token_bytes", "truncation",
     )  # fmt: skip
 
     def __init__(
@@ -150,6 +150,15 @@ class Sequence(EngineTask):
             self.pick_ints[POSITION] = self.num_dropped
         if self.drafting is not None:
             self.hidden_layers = self.drafting.hidden_layers()
+        self.is_plain = (
+            self.pick_floats is not None
+            and self.cached
+            and self.drafting is None
+            and self.constraints is None
+            and self.truncation is None
+        )
+        if self.is_plain and self.branch.state is None:
+            self.ahead_until = min(self.max_length - 1 - self.num_dropped, limits.context)
         self.queue.prompt_reused = min(self.branch.num_reused, self.first_needed())
         self.queue.report_prompt(self.queue.prompt_reused)
         self.last_step_at = perf_counter()
@@ -221,6 +230,12 @@ class Sequence(EngineTask):
         if drafting is None:
             token, logprob = self.picked[0]
             if token >= 0:
+                if self.has_placeholder and self.is_plain:  # most steps of many texts
+                    if self._append_sampled(token, logprob, None):
+                        self.branch.tail[-1] = token
+                        self.has_placeholder, self.decoding = False, True
+                        self.picked.clear()
+                    return
                 self.accept(token, logprob, None)
         else:
             matches = True
@@ -305,11 +320,38 @@ class Sequence(EngineTask):
             position is known too.
         """
         draft_result = None if self.drafting is None else self.drafting.verify(token)
+        if pick is None and self.constraints is None:
+            continues = self._append_sampled(token, logprob, draft_result)
+        else:
+            self.history[self.length] = token
+            self.length += 1
+            if self.constraints is not None:
+                self.constraints.advance(token)
+            continues = self._emit(token, logprob, pick, draft_result)
+        return continues and draft_result == "accepted"
+
+    def _append_sampled(self, token: int, logprob: float, draft_result: str | None) -> bool:
+        """Append a token that the backend sampled and nothing constrains, and send its step. True
+        if the text continues."""
+        checker = self.stop_checker
         self.history[self.length] = token
-        self.length += 1
-        if self.constraints is not None:
-            self.constraints.advance(token)
-        return self._emit(token, logprob, pick, draft_result) and draft_result == "accepted"
+        self.length = length = self.length + 1
+        piece, partial = self.token_bytes(token), checker.text.partial_utf8
+        text, finish = checker.push(token, piece, length)
+        if finish:
+            text += checker.finish()
+            self.queue.stopped_by = checker.stopped_by
+        now = perf_counter()
+        seconds, self.last_step_at = now - self.last_step_at, now
+        position = length - 1
+        self.queue.add(
+            plain_step(
+                token, piece, text, logprob, position, seconds, finish, draft_result, partial
+            )
+        )
+        if finish:
+            self.end(None)
+        return not finish
 
     def schedule_next(self) -> None:
         """Append the sampled tokens and a new draft to the branch, to be computed next."""

@@ -175,7 +175,8 @@ class PrefixIndex:
     ) -> PageNode:
         """Add a page after `parent`; the cache owns the page from now on.
 
-        If the same tokens are cached already, the page is released and the cached one is used.
+        If the same tokens are cached already, the page is released and the cached one is used. The
+        caller attaches itself to the node: a page can be evicted when nothing is attached any more.
 
         Args:
             parent: The node of the page before.
@@ -205,7 +206,6 @@ class PrefixIndex:
         node = PageNode(chunk, page, parent, parent.depth + 1, lookahead=lookahead, owner=owner)
         siblings[node.key] = node
         self.pages += 1
-        self._mark_unused(node)
         return node
 
     # -- reference counts --------------------------------------------------------------------
@@ -731,22 +731,25 @@ class Tree:
             num_full -= 1  # its last block is not complete
         if num_full <= 0:
             return
-        first = branch.start
+        first, node, added = branch.start, branch.node, list[PageNode]()
         keys = branch.keys(branch.tail, first)
         for number in range(num_full):
-            page = branch.pages[number]
-            chunk = tuple(keys[number * size : (number + 1) * size])
+            page, end = branch.pages[number], (number + 1) * size
+            chunk = tuple(keys[number * size : end])
             visible_end = self.index.visible_end(first + number * size, block) - first
-            lookahead = tuple(keys[(number + 1) * size : visible_end])
-            node = self.index.insert(branch.node, chunk, page, lookahead, branch.private_id)
+            lookahead = tuple(keys[end:visible_end])
+            node = self.index.insert(node, chunk, page, lookahead, branch.private_id)
+            added.append(node)
             if node.page != page:  # another branch had computed the same tokens
-                branch.num_table_pages = min(branch.num_table_pages, branch.node.depth)
-            self._move(branch, node)
-            if self.states is not None:
-                self.states.hand_over(branch, node, branch.start)
-        if self.states is not None:
-            self.states.thin(branch, num_full)
+                branch.num_table_pages = min(branch.num_table_pages, node.depth - 1)
+        self.index.attach(node)
+        self.index.detach(branch.node)
+        branch.node, branch.start = node, first + num_full * size
         del branch.pages[:num_full], branch.tail[: num_full * size]
+        if self.states is not None:
+            for node in added:
+                self.states.hand_over(branch, node, node.depth * size)
+            self.states.thin(branch, num_full)
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the pending page copies as (source, target) and clear them."""

@@ -144,6 +144,9 @@ _NEUTRAL: dict[str, Any] = {
     "top_p": 1.0,
     "temperature": 1.0,
 }  # every other stage is off at 0
+_ENABLING_SETTINGS: dict[str, tuple[str, Any]] = {
+    stage: (names[0], _NEUTRAL.get(names[0], 0)) for stage, names in STAGE_SETTINGS.items()
+}
 
 # (minimum, maximum, whether the minimum is allowed); None: no limit
 _FLOAT_RANGES: dict[str, tuple[float | None, float | None, bool]] = {
@@ -282,10 +285,10 @@ class SamplingSettings:
         """Whether the stage has no effect with these settings."""
         if isinstance(stage, CustomStage):
             return False
-        enabling_setting = STAGE_SETTINGS[stage][0]
         if stage == "temperature" and self.dynatemp_range > 0 and not self.greedy:
             return "dynamic_temperature" in self.stages  # replaces it
-        return bool(getattr(self, enabling_setting) == _NEUTRAL.get(enabling_setting, 0))
+        setting, neutral = _ENABLING_SETTINGS[stage]
+        return bool(getattr(self, setting) == neutral)
 
 
 _FIELDS = tuple(f.name for f in dataclasses.fields(SamplingSettings))
