@@ -13,14 +13,22 @@ import pytest
 
 from helpers import null_model
 from helpers.drafts_support import Says, garbage
-from helpers.engine_support import expected, new_engine, request
+from helpers.engine_support import (
+    expected,
+    new_engine,
+    nothing_leaks,
+    pause_thread,
+    request,
+)
 from helpers.slow_device import SlowDevice
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.engine import Engine, _Computation
 from unspool.engine.reasoning import ReasoningSpec
 from unspool.engine.request import Limits, Request
 from unspool.errors import WorkCancelledError
+from unspool.model.adapters import Adapter
 from unspool.sampling import SamplingSettings
+from unspool.sampling.candidates import BadLogitsError
 from unspool.text.reasoning import OutputStart, ReasoningFormat
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -98,6 +106,49 @@ def test_penalties_see_tokens_that_are_drafted_or_not_read_yet(monkeypatch: pyte
     assert drafted == alone
     assert accepted > 30, "every guess was right"
     assert write(overlaps=True)[0] == alone
+
+
+def test_a_text_that_fails_while_all_run_ahead_harms_no_other(monkeypatch: pytest.MonkeyPatch):
+    def broken_after_nine(tokens: Any, size: int) -> Any:
+        logits = usual(tokens, size)
+        return logits * np.nan if tokens[0] == 7 and len(tokens) == 12 else logits
+
+    usual = null_model.logits_after
+    monkeypatch.setattr(null_model, "logits_after", broken_after_nine)
+    engine = Engine(SlowDevice(pages=200, vocab_size=VOCABULARY, delay=0), piece)
+    requests = [request([first, 1, 2], 30, seed=first) for first in (6, 7, 8)]
+    resume = pause_thread(engine)
+    streams = [engine.submit(each) for each in requests]
+    resume.set()
+    with pytest.raises(BadLogitsError, match="NaN"):
+        for number, step in enumerate(streams[1]):
+            assert step.position == 3 + number
+    assert number == 8, "the steps before the failure arrive"
+    for stream, each in zip(streams[::2], requests[::2], strict=True):
+        assert [step.token for step in stream] == expected(each, VOCABULARY)
+    nothing_leaks(engine)
+    engine.close()
+
+
+def test_texts_that_run_ahead_keep_their_adapters():
+    class Adapted(SlowDevice):
+        def set_adapter(self, number: int, adapter: Any) -> None:
+            pass
+
+    device = Adapted(pages=200, vocab_size=VOCABULARY, delay=0)
+    engine = Engine(device, piece)
+    engine.adapters.load("poet", Adapter({}))
+    resume = pause_thread(engine)
+    names = [None, "poet", None, "poet"]
+    streams = [
+        engine.submit(request([number, 1], 30, adapter=name)) for number, name in enumerate(names)
+    ]
+    resume.set()
+    assert all(len(list(stream)) == 30 for stream in streams)
+    ahead = [batch for batch, _ in device.launches if (batch.tokens < 0).all()]
+    assert len(ahead) == 29 == len(device.launches) - 1, "no step after the last token"
+    assert {tuple(batch.adapters) for batch in ahead} == {(0, 1, 0, 1)}
+    engine.close()
 
 
 def test_texts_with_drafts_share_their_steps():
@@ -237,12 +288,16 @@ def test_texts_that_the_chain_picks_for_do_not_hold_up_the_others(monkeypatch: A
 
 
 def test_budgets_of_thoughts_close_them_where_steps_run_ahead():
-    """Reasoning ends at its budget, also where the next step could be in flight."""
+    """Reasoning ends at its budget, also where the next step could be in flight; without a budget,
+    what is reasoning is known."""
     marks = {"<think>": 5, "</think>": 6}
     format = ReasoningFormat(
         "<think>", "</think>", ids=marks, controls=marks, opening_ids=(5,), close_ids=(6,),
         after_close_ids=(7, 8),
     )  # fmt: skip
+
+    def budget_of(seed: int) -> int | None:
+        return None if seed % 5 == 4 else seed % 13
 
     def thinking(seed: int) -> Request:
         place = "inside" if seed % 3 else "before"
@@ -250,7 +305,7 @@ def test_budgets_of_thoughts_close_them_where_steps_run_ahead():
             prompt=(seed % 4, 9, 10),
             settings=SamplingSettings(temperature=1, seed=seed),
             limits=Limits(max_tokens=40, context=200, end_ids=frozenset()),
-            thinking=ReasoningSpec(format, OutputStart(place), budget=seed % 13),  # type: ignore[arg-type]
+            thinking=ReasoningSpec(format, OutputStart(place), budget_of(seed)),  # type: ignore[arg-type]
         )
 
     plain = Engine(null_model.NullModel(pages=400, vocab_size=VOCABULARY), piece)
@@ -262,5 +317,7 @@ def test_budgets_of_thoughts_close_them_where_steps_run_ahead():
         results.append([[(step.token, step.thought) for step in stream] for stream in streams])
         engine.close()
     assert results[0] == results[1] and device.has_placeholder > 100
-    closed = [text for seed, text in enumerate(results[0]) if seed % 3 and seed % 13 == 0]
+    texts = list(enumerate(results[0]))
+    closed = [text for seed, text in texts if seed % 3 and budget_of(seed) == 0]
     assert closed and all([token for token, _ in text[:3]] == [6, 7, 8] for text in closed)
+    assert any(thought for seed, text in texts if budget_of(seed) is None for _, thought in text)
