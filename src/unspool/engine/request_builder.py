@@ -86,7 +86,7 @@ def parse_prompt_ids(prompt: Any) -> list[int]:
             f"{reprlib.repr(prompt)}"
         ) from None
     try:
-        return [operator.index(item) for item in items]
+        return list(map(operator.index, items))
     except TypeError:
         if any(isinstance(item, Mapping) for item in items):
             raise SettingsError("the prompt is a list of messages; use lm.chat(messages)") from None
