@@ -118,14 +118,14 @@ def test_a_text_that_fails_while_all_run_ahead_harms_no_other(monkeypatch: pytes
     engine = Engine(SlowDevice(pages=200, vocab_size=VOCABULARY, delay=0), piece)
     requests = [request([first, 1, 2], 30, seed=first) for first in (6, 7, 8)]
     resume = pause_thread(engine)
-    streams = [engine.submit(each) for each in requests]
+    streams = [engine.submit(item) for item in requests]
     resume.set()
     with pytest.raises(BadLogitsError, match="NaN"):
         for number, step in enumerate(streams[1]):
             assert step.position == 3 + number
     assert number == 8, "the steps before the failure arrive"
-    for stream, each in zip(streams[::2], requests[::2], strict=True):
-        assert [step.token for step in stream] == expected(each, VOCABULARY)
+    for stream, item in zip(streams[::2], requests[::2], strict=True):
+        assert [step.token for step in stream] == expected(item, VOCABULARY)
     nothing_leaks(engine)
     engine.close()
 
