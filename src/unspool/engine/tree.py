@@ -53,6 +53,14 @@ class PagePool:
     def used(self) -> int:
         return self.count - len(self._free)
 
+    def allocate_many(self, count: int) -> list[int]:
+        """Take this many free pages: no more than there are."""
+        if not count:
+            return []
+        pages = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        return pages
+
     def allocate(self, excluded: Collection[int] = ()) -> int:
         """Take a free page that is not among the `excluded` ones."""
         for index in range(len(self._free) - 1, -1, -1):
@@ -189,7 +197,7 @@ class PrefixIndex:
             The node that holds these tokens.
         """
         siblings = parent.children.setdefault(-owner or chunk[0], {})
-        existing = siblings.get(chunk + lookahead)
+        existing = siblings.get(chunk + lookahead) if siblings else None
         if existing is None and len(chunk) < self._size:  # perhaps as the start of another page
             existing = next((n for n in siblings.values() if n.tokens[: len(chunk)] == chunk), None)
         if existing is not None:
@@ -204,7 +212,7 @@ class PrefixIndex:
                 siblings[chunk] = child
                 return child
         node = PageNode(chunk, page, parent, parent.depth + 1, lookahead=lookahead, owner=owner)
-        siblings[node.key] = node
+        siblings[node.key if lookahead else chunk] = node
         self.pages += 1
         return node
 
@@ -712,7 +720,7 @@ class Tree:
                     self.states.take_over(branch, lender)
                 branch.pages.append(self.index.remove(lender))
             needed -= 1
-        branch.pages += [self.pool.allocate() for _ in range(needed)]
+        branch.pages += self.pool.allocate_many(needed)
 
     def advance(self, branch: Branch, computed: int) -> None:
         """Note that the branch is computed up to here; its full pages enter the prefix cache."""
@@ -736,8 +744,10 @@ class Tree:
         for number in range(num_full):
             page, end = branch.pages[number], (number + 1) * size
             chunk = tuple(keys[number * size : end])
-            visible_end = self.index.visible_end(first + number * size, block) - first
-            lookahead = tuple(keys[end:visible_end])
+            lookahead: tuple[int, ...] = ()
+            if block:
+                visible_end = self.index.visible_end(first + number * size, block) - first
+                lookahead = tuple(keys[end:visible_end])
             node = self.index.insert(node, chunk, page, lookahead, branch.private_id)
             added.append(node)
             if node.page != page:  # another branch had computed the same tokens
