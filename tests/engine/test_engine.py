@@ -170,6 +170,24 @@ def test_the_backend_says_how_much_it_takes_in_a_step():
     assert 10 < max(beside) <= 20
 
 
+def test_a_prompt_alone_is_split_less_often():
+    limits = StepLimits(prefill_tokens=40, prefill_beside_decode=20, prefill_alone=70)
+    engine = new_engine(pages=400, limits=limits)
+    backend: Any = engine.backend
+    assert len(list(engine.submit(request([1] * 100, count=1)))) == 1
+    assert backend.runs == [[70], [30]]
+    backend.runs.clear()
+    all_submitted = pause_thread(engine)
+    streams = [engine.submit(request([n] * 60, count=1)) for n in (2, 3)]
+    all_submitted.set()
+    assert all(len(list(stream)) == 1 for stream in streams)
+    assert sum(backend.runs[0]) == 40, "with another prompt the step has its usual length"
+    backend.runs.clear()
+    assert len(engine.extend(engine.open([4] * 60), num_logits=60)) == 60
+    assert backend.runs == [[40], [20]], "outputs of so many tokens would take much memory"
+    engine.close()
+
+
 def finishing_order(engine: Engine, submitted: dict[str, Request]) -> list[str]:
     """Submit all at one moment, and say in which order they end."""
     order: list[str] = []

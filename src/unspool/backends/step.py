@@ -234,6 +234,8 @@ class StepLimits:
     prefill_tokens: int = 256
     # Prefill tokens in a step that also decodes: bounds inter-token latency.
     prefill_beside_decode: int = 64
+    # Prefill tokens in a step that computes one prompt and nothing else; 0: `prefill_tokens`.
+    prefill_alone: int = 0
 
 
 class Backend(Protocol):

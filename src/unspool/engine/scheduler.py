@@ -110,6 +110,11 @@ class EngineTask:
         return self.pick_floats is None
 
     @property
+    def has_one_output(self) -> bool:
+        """Whether only the last token's output is needed: those of a long chunk are large."""
+        return self.num_logits == 1 and not self.hidden_layers
+
+    @property
     def waits_for_others(self) -> bool:
         """Whether its next step is better computed with other tasks than right after their step."""
         return False
@@ -361,6 +366,8 @@ class Scheduler:
                     drafted.append(task)
         if prompts:
             budget = limits.prefill_beside_decode if rows else limits.prefill_tokens
+            if len(prompts) == 1 and not rows and prompts[0].has_one_output:
+                budget = max(budget, limits.prefill_alone)
             for task, count in _split_budget(prompts, budget)[: limits.max_rows - len(rows)]:
                 end = self._chunk_end(task, count)
                 if not task.admitted:
