@@ -50,7 +50,11 @@ def case(
     return Case(checkpoint, expected, actual, (backend(expected), backend(actual)))
 
 
-def test_however_the_tokens_arrive(case: Case):
+@pytest.mark.parametrize("joins", [False, True])  # tokens join the prompt beside them
+def test_however_the_tokens_arrive(case: Case, joins: bool, monkeypatch: pytest.MonkeyPatch):
+    if joins:
+        running: Any = case.backends[1]
+        monkeypatch.setattr(running.runner, "max_fused_rows", 1)
     expected, actual = (read_in_many_ways(model, VOCABULARY) for model in case.backends)
     assert expected.std() > 0.5, "a model that says nothing would prove nothing"
     assert difference(actual, expected) < CLOSE

@@ -86,7 +86,7 @@ def read_in_many_ways(backend: Backend, vocabulary: int, long: int = 40) -> Any:
     logits += read(backend, [(b, 1)])  # a token alone
     logits += read(backend, [(c, 3), (a, 1), (b, 2)])  # drafts
     logits += read(backend, [(a, 1), (b, 1), (c, 1)])  # a token of each
-    logits += read(backend, [(c, 18), (a, 1)])  # a chunk with a past
+    logits += read(backend, [(a, 1), (b, 1), (c, 18)])  # tokens that join a chunk with a past
     b.read -= 4  # rewound and read again
     logits += read(backend, [(b, 5), (c, 1), (a, 1)])
     return np.concatenate(logits)

@@ -317,6 +317,26 @@ def test_a_backend_may_be_made_in_inference_mode():
         check_picks(running, batch)
 
 
+def test_next_tokens_join_the_products_of_a_prompt_beside_them():
+    """Without a graph, which would read all weights again; when exact, with the bits of a graph."""
+    results = []
+    for is_beside in (False, True):
+        running: Any = backend(cuda_model(RandomCheckpoint(SMALL), exact=True))
+        library = Library(PAGES, SMALL.vocab_size)
+        a, b, c = (library.text(length) for length in (12, 24, 40))
+        read(running, [(a, 10), (b, 20), (c, 21)])
+        if is_beside:
+            running.runner.decode = pytest.fail  # the graph
+        batch = batch_of([(a, 1), (b, 3), *([(c, 18)] if is_beside else [])])
+        last = np.array([0, 3])  # of a and b
+        pick = pick_rows([SamplingSettings(temperature=1, seed=n) for n in (1, 2)], (11, 23))
+        batch = replace(batch, sample_indices=last, sampling=pick, logits_indices=last)
+        tokens = check_picks(running, batch)
+        logits = host(running.launch(batch).result().logits)
+        results.append((tokens.tolist(), logits.tolist()))
+    assert results[0] == results[1]
+
+
 def test_exact_rows_are_the_same_to_the_last_bit_alone_and_beside_others():
     running = backend(cuda_model(RandomCheckpoint(SMALL), exact=True))
     results = []

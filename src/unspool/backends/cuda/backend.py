@@ -19,7 +19,12 @@ from unspool.backends.cuda.interventions import RowChanges, StepHooks, VectorPoo
 from unspool.backends.cuda.kv_cache import KVCache, page_bytes
 from unspool.backends.cuda.matmul import num_multiprocessors
 from unspool.backends.cuda.observe import ResidualTap, StepObserver
-from unspool.backends.cuda.runner import LayerHooks, ModelRunner, PrefillRunner
+from unspool.backends.cuda.runner import (
+    LayerHooks,
+    ModelRunner,
+    PrefillRunner,
+    activation_bytes,
+)
 from unspool.backends.cuda.sampler import DevicePicker
 from unspool.backends.cuda.step_io import (
     MAX_TABLE_UPDATES,
@@ -112,7 +117,11 @@ class GraphCache:
 _MAX_ROWS = BATCH_SIZES[-1]
 _MAX_DECODE_TOKENS = 16  # a row with at most this many new tokens is decoded in a captured graph
 _PREFILL_TOKENS = 8192  # a step: enough to keep the tensor cores busy
-_PREFILL_DELAY_S = 0.1  # how long prefill may delay the next tokens of running sequences, about
+_PREFILL_ALONE = 16_384  # a step with nothing but one prompt: it is split less often
+# How long prefill may delay, about: the next tokens of running sequences, and a request that
+# arrives while a prompt is alone.
+_PREFILL_DELAY_S, _ALONE_DELAY_S = 0.1, 0.5
+_ACTIVATION_MARGIN = 3  # a longer chunk needs this many times the memory of its activations
 _FLOPS_PER_SM = 5e12  # about what prefill reaches on a Hopper multiprocessor
 _NO_INTS = empty_ints()
 
@@ -130,16 +139,18 @@ class CudaBackend:
         self, weights: Weights, *, pages: KVCache, context: int, exact: bool = False
     ) -> None:
         config, device = weights.config, weights.device
+        beside = min(_PREFILL_TOKENS, _prefill_tokens_in(_PREFILL_DELAY_S, weights))
         self.limits = StepLimits(
             max_rows=256,
             prefill_tokens=_PREFILL_TOKENS,
-            prefill_beside_decode=_prefill_beside_decode(weights),
+            prefill_beside_decode=max(512, beside),
+            prefill_alone=_prefill_alone(weights),
         )
         self.page_count, self.page_bytes = pages.count, page_bytes(config, weights.dtype)
         self.state_bytes, self.state_count = config.state_bytes, pages.state_count
         self.vocab_size, self.context = config.vocab_size, context
         self._device, self._pages = device, pages
-        max_prefill = _PREFILL_TOKENS + _MAX_ROWS
+        max_prefill = max(_PREFILL_TOKENS, self.limits.prefill_alone) + _MAX_ROWS
         columns = -(-context // PAGE_SIZE) + 1
         self._outputs = StepOutputs(_MAX_ROWS, max_prefill, self.vocab_size, device)
         self.inputs = StepInputs(
@@ -178,7 +189,7 @@ class CudaBackend:
         try:
             if self.inputs.grow_table(batch.slots):
                 self._graphs.clear()
-            split = _BatchSplit(batch)
+            split = _BatchSplit(batch, self.runner.max_fused_rows)
             if len(batch.adapters):
                 split.set_adapters(batch, self.runner.adapters.slots_for(batch.adapters))
             table_updates = _NO_INTS, _NO_INTS
@@ -222,7 +233,7 @@ class CudaBackend:
             prefill = self._prefill.build_batch(
                 batch, split.prefill_seqs, split.prefill_tokens,
                 split.prefill_outputs,
-                self._prefill_token_ids(batch, split), split.prefill_adapters,
+                self._prefill_token_ids(batch, split), split.prefill_adapters, split.num_joined,
             )  # fmt: skip
         if split.num_decode:
             decoded = self._run_graph(batch, split, (_NO_INTS, _NO_INTS))
@@ -374,12 +385,22 @@ class CudaBackend:
         picker.launch(logits, penalties=bool(len(pick.history)), canvas=pick.canvas is not None)
 
 
-def _prefill_beside_decode(weights: Weights) -> int:
-    """Number of prefill tokens in a step that also decodes."""
+def _prefill_tokens_in(seconds: float, weights: Weights) -> int:
+    """About how many tokens are prefilled in this time."""
     num_weights = sum(matrix.rows * matrix.columns for matrix in weights.matrices())
     rate = _FLOPS_PER_SM * num_multiprocessors(weights.device)
-    tokens = int(_PREFILL_DELAY_S * rate / (2 * num_weights))
-    return max(512, min(_PREFILL_TOKENS, tokens // 256 * 256))  # whole tiles of matrix products
+    tokens = int(seconds * rate / (2 * num_weights))
+    return tokens // 256 * 256  # whole tiles of matrix products
+
+
+def _prefill_alone(weights: Weights) -> int:
+    """Prefill tokens of a step with nothing but one prompt: more if there is time and memory."""
+    tokens = min(_PREFILL_ALONE, _prefill_tokens_in(_ALONE_DELAY_S, weights))
+    if weights.device.type != "cuda" or tokens <= _PREFILL_TOKENS:
+        return _PREFILL_TOKENS
+    needed = tokens * activation_bytes(weights)
+    free = torch.cuda.mem_get_info(weights.device)[0]
+    return tokens if free > _ACTIVATION_MARGIN * needed else _PREFILL_TOKENS
 
 
 class _BatchSplit:
@@ -391,8 +412,10 @@ class _BatchSplit:
     logits_order: Ints | None  # index of each requested row of logits, decode first
     decode_adapters: Ints | None = None  # adapter slot of each row; None: no row has an adapter
     prefill_adapters: Ints | None = None
+    # How many of the first sequences are decoded in the prefill's matrix products, not in a graph.
+    num_joined = 0
 
-    def __init__(self, batch: StepBatch) -> None:
+    def __init__(self, batch: StepBatch, max_fused_rows: int) -> None:
         causal = max_int(batch.visible_end - batch.positions) == 1
         self.single_tokens = causal
         look = batch.observe
@@ -408,6 +431,12 @@ class _BatchSplit:
         )  # observed tokens run together
         if run_together or int(counts[is_short].sum()) > _MAX_ROWS:
             is_short[:] = False
+        elif _joins_prefill(batch, counts, is_short, max_fused_rows):
+            self.num_joined = int(is_short.sum())
+            is_short[:] = False
+        if not is_short.any():
+            self._all_prefill(batch)
+            return
         self.single_tokens = causal and bool((counts[is_short] == 1).all())
         token_slots = np.repeat(batch.slots, counts)
         if is_short.all():
@@ -432,8 +461,7 @@ class _BatchSplit:
         self.pick_index = pick_index
         self.decode_logits = token_number[batch.logits_indices[logits_in_decode]]
         self.prefill_logits = token_number[batch.logits_indices[~logits_in_decode]]
-        observed = look.tokens if look is not None and look.reads_outputs else _NO_INTS
-        self.prefill_outputs = np.concatenate((self.sampled_prefill, self.prefill_logits, observed))
+        self.prefill_outputs = np.concatenate((self.sampled_prefill, self.prefill_logits))
         order = np.empty(len(batch.logits_indices), np.int64)
         order[logits_in_decode] = np.arange(logits_in_decode.sum())
         order[~logits_in_decode] = np.arange(logits_in_decode.sum(), len(order))
@@ -446,6 +474,19 @@ class _BatchSplit:
         self.decode_adapters = decode if decode.any() else None
         self.prefill_adapters = prefill if prefill.any() else None
 
+    def _all_prefill(self, batch: StepBatch) -> None:
+        look = batch.observe
+        observed = look.tokens if look is not None and look.reads_outputs else _NO_INTS
+        self.decode_rows = self.decode_seqs = self.slots = self.sampled_decode = _NO_INTS
+        self.prefill_tokens, self.num_decode = np.arange(len(batch.tokens)), 0
+        self.prefill_seqs = np.arange(len(batch.slots))
+        self.sampled_prefill, self.prefill_logits = batch.sample_indices, batch.logits_indices
+        self.decode_pick = None
+        self.prefill_pick = batch.sampling if len(batch.sample_indices) else None
+        self.pick_index = _MAX_ROWS + np.arange(len(batch.sample_indices))
+        self.decode_logits, self.logits_order = _NO_INTS, None
+        self.prefill_outputs = np.concatenate((self.sampled_prefill, self.prefill_logits, observed))
+
     def _all_decode(self, batch: StepBatch, slots: Ints) -> None:
         self.decode_rows, self.decode_seqs = slice(None), slice(None)
         self.prefill_tokens = _NO_INTS
@@ -454,6 +495,21 @@ class _BatchSplit:
         self.decode_pick, self.prefill_pick = batch.sampling, None
         self.pick_index = None if len(batch.sample_indices) == len(slots) else batch.sample_indices
         self.decode_logits, self.logits_order = batch.logits_indices, None
+
+
+def _joins_prefill(
+    batch: StepBatch, counts: Ints, is_short: npt.NDArray[np.bool_], max_fused_rows: int
+) -> bool:
+    """Whether decode rows are better computed in the matrix products of the prefill beside them.
+
+    They take hardly longer with these rows, and a graph would read all weights again. The rows that
+    use fused kernels keep them: their numbers are those that they have alone.
+    """
+    num_short = int(is_short.sum())
+    if num_short == len(is_short) or not is_short[:num_short].all():
+        return False  # nothing to join, or the decode rows do not come first
+    has_own_kernels = len(batch.adapters) > 0 or len(batch.state_slots) > 0
+    return not has_own_kernels and int(counts[:num_short].sum()) > max_fused_rows
 
 
 def _has_canvas(batch: StepBatch) -> bool:

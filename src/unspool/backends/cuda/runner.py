@@ -49,7 +49,7 @@ from unspool.backends.cuda.weights import (
     WeightMatrix,
     Weights,
 )
-from unspool.backends.step import Ints, StepBatch
+from unspool.backends.step import Ints, StepBatch, max_int
 from unspool.model.config import sinusoidal
 
 # -- Forward pass of the model as kernel launches, from tokens to logits
@@ -115,6 +115,11 @@ def _buffer_widths(weights: Weights) -> dict[str, int]:
     if config.token_width:
         widths["projected"] = max(widths["projected"], widths["token_inputs"])
     return widths
+
+
+def activation_bytes(weights: Weights) -> int:
+    """Bytes of `ActivationBuffers` for one token."""
+    return sum(_buffer_widths(weights).values()) * weights.dtype.itemsize
 
 
 class LayerHooks(Protocol):
@@ -335,14 +340,12 @@ class ModelRunner:
         ops = FusedOps(self, a) if is_fused else LayerOps(self, a, adapt)
 
         def attend(layer: int, qkv: Tensor, out: Tensor) -> None:
-            shape = self.attention_layers[layer]
-            keys, values = self._keys[layer], self._values[layer]
             if not single_tokens:
-                attention.store_keys(qkv, keys, values, shape, rows, pdl=self.pdl)
-            attention.decode_attention(
-                qkv, out, keys, values, shape, rows, self._scratch, new=single_tokens,
-                pieces=attention.num_pieces(shape, max_context), pdl=self.pdl, exact=self.exact,
-            )  # fmt: skip
+                attention.store_keys(
+                    qkv, self._keys[layer], self._values[layer], self.attention_layers[layer], rows,
+                    pdl=self.pdl,
+                )  # fmt: skip
+            self.decode_attention(layer, qkv, out, rows, max_context, new=single_tokens)
 
         def recur(layer: int, projected: Tensor, out: Tensor, stats: Tensor | None) -> None:
             run_recurrence(
@@ -356,6 +359,26 @@ class ModelRunner:
         self.head(ops, logits, hooks=hooks)
 
     # -- shared by decode and prefill ------------------------------------------------------------
+
+    def decode_attention(
+        self,
+        layer: int,
+        qkv: Tensor,
+        out: Tensor,
+        rows: attention.DecodeRows,
+        max_context: int,
+        *,
+        new: bool = False,
+    ) -> None:
+        """Attention of next tokens, whose longest context has `max_context` tokens.
+
+        `new`: their keys and values are still in `qkv` (see `attention.decode_attention`).
+        """
+        shape = self.attention_layers[layer]
+        attention.decode_attention(
+            qkv, out, self._keys[layer], self._values[layer], shape, rows, self._scratch, new=new,
+            pieces=attention.num_pieces(shape, max_context), pdl=self.pdl, exact=self.exact,
+        )  # fmt: skip
 
     def layers(
         self,
@@ -735,6 +758,8 @@ class PrefillBatch:
 
     tokens: Tensor
     rows: attention.DecodeRows
+    joined: attention.DecodeRows  # the first rows: next tokens of texts that are decoded
+    longest_joined: int  # longest context of these
     tiles: dict[attention.PrefillShape, Tensor]  # work lists of the attention kernel
     long_chunks: list[attention.LongChunk]
     states: StateRows | None
@@ -756,6 +781,7 @@ class PrefillRunner:
         logits_index: Ints,
         tokens: Tensor,
         adapters: Ints | None = None,
+        num_joined: int = 0,
     ) -> PrefillBatch:
         """Copy the prefill tokens of a step to the device.
 
@@ -765,6 +791,7 @@ class PrefillRunner:
             logits_index: which of these tokens' logits are returned.
             tokens: their token ids, on the device.
             adapters: adapter slot of each token; None: no token has an adapter.
+            num_joined: how many of the first rows are decoded; the others are chunks of prompts.
         """
         runner = self._runner
         device, inputs, dtype = runner.weights.device, runner.inputs, runner.weights.dtype
@@ -777,22 +804,28 @@ class PrefillRunner:
         indices[0, :count] = np.repeat(table_rows, counts)
         indices[1, :count] = positions
         indices[2, :count] = ends
-        rows = attention.DecodeRows(inputs.table, *to_device(indices, device)[:, :count])
+        on_device = to_device(indices, device)
+        rows, joined = (
+            attention.DecodeRows(inputs.table, *on_device[:, :n])
+            for n in (count, int(starts[num_joined]))
+        )
         shapes = {
             attention.prefill_shape(layer, dtype, device, runner.exact)
             for layer in runner.attention_layers.values()
         }
-        is_long = attention.long_chunks(starts, positions, ends)
+        chunk_starts, chunk_slots = starts[num_joined:], table_rows[num_joined:]
+        is_long = attention.long_chunks(chunk_starts, positions, ends)
         tiles = {
             shape: to_device(
-                attention.chunk_tiles(starts, table_rows, ends, shape, is_long), device
+                attention.chunk_tiles(chunk_starts, chunk_slots, ends, shape, is_long), device
             )
             for shape in shapes
         }
+        edges = chunk_starts.tolist()
         long_chunks = [
             attention.LongChunk(
-                int(starts[n]), int(counts[n]), int(positions[starts[n]]),
-                inputs.table[table_rows[n], : -(-int(ends[starts[n + 1] - 1]) // PAGE_SIZE)],
+                edges[n], edges[n + 1] - edges[n], int(positions[edges[n]]),
+                inputs.table[chunk_slots[n], : -(-int(ends[edges[n + 1] - 1]) // PAGE_SIZE)],
             )
             for n in np.flatnonzero(is_long)
         ]  # fmt: skip
@@ -805,7 +838,10 @@ class PrefillRunner:
                 starts, batch.state_slots[batch_rows], captures, device, dtype
             )
         logits_rows = to_device(logits_index, device)
-        return PrefillBatch(tokens, rows, tiles, long_chunks, states, logits_rows, adapters)
+        longest_joined = max_int(ends[: len(joined)]) if len(joined) else 0
+        return PrefillBatch(
+            tokens, rows, joined, longest_joined, tiles, long_chunks, states, logits_rows, adapters
+        )
 
     def run(self, prefill: PrefillBatch, hooks: LayerHooks | None = None) -> Tensor:
         """Run the model; return logits [requested, vocabulary]."""
@@ -827,6 +863,11 @@ class PrefillRunner:
             )
             for chunk in prefill.long_chunks if work.skips_long else ():
                 attention.attend_long(qkv, out, keys, values, shape, chunk)
+            joined = prefill.joined
+            if len(joined):
+                runner.decode_attention(
+                    layer, qkv[: len(joined)], out[: len(joined)], joined, prefill.longest_joined
+                )
 
         def recur(layer: int, projected: Tensor, out: Tensor, stats: Tensor | None) -> None:
             assert prefill.states is not None
