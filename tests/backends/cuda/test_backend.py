@@ -323,11 +323,11 @@ def test_next_tokens_join_the_products_of_a_prompt_beside_them():
     for is_beside in (False, True):
         running: Any = backend(cuda_model(RandomCheckpoint(SMALL), exact=True))
         library = Library(PAGES, SMALL.vocab_size)
-        a, b, c = (library.text(length) for length in (12, 24, 40))
+        a, b, c, d = (library.text(length) for length in (12, 24, 40, 3))
         read(running, [(a, 10), (b, 20), (c, 21)])
         if is_beside:
             running.runner.decode = pytest.fail  # the graph
-        batch = batch_of([(a, 1), (b, 3), *([(c, 18)] if is_beside else [])])
+        batch = batch_of([(a, 1), (b, 3), *([(c, 18), (d, 3)] if is_beside else [])])
         last = np.array([0, 3])  # of a and b
         pick = pick_rows([SamplingSettings(temperature=1, seed=n) for n in (1, 2)], (11, 23))
         batch = replace(batch, sample_indices=last, sampling=pick, logits_indices=last)

@@ -431,9 +431,10 @@ class _BatchSplit:
         )  # observed tokens run together
         if run_together or int(counts[is_short].sum()) > _MAX_ROWS:
             is_short[:] = False
-        elif _joins_prefill(batch, counts, is_short, max_fused_rows):
-            self.num_joined = int(is_short.sum())
-            is_short[:] = False
+        else:
+            self.num_joined = _num_joined(batch, is_short, max_fused_rows)
+            if self.num_joined:
+                is_short[:] = False
         if not is_short.any():
             self._all_prefill(batch)
             return
@@ -497,19 +498,17 @@ class _BatchSplit:
         self.decode_logits, self.logits_order = batch.logits_indices, None
 
 
-def _joins_prefill(
-    batch: StepBatch, counts: Ints, is_short: npt.NDArray[np.bool_], max_fused_rows: int
-) -> bool:
-    """Whether decode rows are better computed in the matrix products of the prefill beside them.
+def _num_joined(batch: StepBatch, is_short: npt.NDArray[np.bool_], max_fused_rows: int) -> int:
+    """How many of the first rows are better decoded in the products of the prefill beside them.
 
-    They take hardly longer with these rows, and a graph would read all weights again. The rows that
-    use fused kernels keep them: their numbers are those that they have alone.
+    These take hardly longer with such rows, and a graph would read all weights again. Rows that use
+    the fused kernels keep them: their numbers are those that they have alone.
     """
-    num_short = int(is_short.sum())
-    if num_short == len(is_short) or not is_short[:num_short].all():
-        return False  # nothing to join, or the decode rows do not come first
     has_own_kernels = len(batch.adapters) > 0 or len(batch.state_slots) > 0
-    return not has_own_kernels and int(counts[:num_short].sum()) > max_fused_rows
+    if has_own_kernels or is_short.all():
+        return 0
+    num_leading = int(np.argmin(is_short))
+    return num_leading if int(batch.row_starts[num_leading]) > max_fused_rows else 0
 
 
 def _has_canvas(batch: StepBatch) -> bool:
