@@ -437,17 +437,19 @@ def attend_long(
     qkv: Tensor, out: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer, chunk: LongChunk
 ) -> None:
     """Prefill attention of a long chunk, after `store_keys`; arguments: see `prefill_attention`."""
-    rows = slice(chunk.first, chunk.first + chunk.count)
-    query, target = (
-        x[rows, : layer.out_width].unflatten(1, (layer.heads, layer.head_width)) for x in (qkv, out)
-    )
+    heads = layer.heads, layer.head_width
+    target = out[chunk.first : chunk.first + chunk.count].unflatten(1, heads)
     lead = chunk.past % LONG_BLOCK
     start, size = chunk.past - lead, -(-(lead + chunk.count) // LONG_BLOCK) * LONG_BLOCK
     mine = slice(lead, lead + chunk.count)
-    if size > chunk.count:
-        padded = query.new_zeros(size, *query.shape[1:])
-        padded[mine] = query
-        query = padded
+    stride, first = qkv.stride(0), chunk.first - lead
+    at = qkv.storage_offset() + first * stride
+    if first >= 0 and at + size * stride <= qkv.untyped_storage().nbytes() // qkv.itemsize:
+        # The rows before and after the chunk, whatever they are: their results are not used.
+        query = qkv.as_strided((size, *heads), (stride, layer.head_width, 1), at)
+    else:
+        query = qkv.new_zeros(size, *heads)
+        query[mine] = qkv[chunk.first :][: chunk.count, : layer.out_width].unflatten(1, heads)
     key, value = (chunk.tokens_of(cache, start + size) for cache in (keys, values))
     inner, inner_sums = _library_attention(query, key[start:], value[start:], layer.scale, True)
     if not start:
