@@ -9,10 +9,12 @@ guard     how often the default model loops under greedy decoding, and how often
 Without a name, all of them.
 """
 
+import gc
 import os
 import statistics
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,7 +120,7 @@ def host() -> None:
     from helpers import cuda_support
     from helpers.paged_texts import RandomCheckpoint, config
 
-    shape = config(vocab_size=VOCABULARY, layers=1, context=2048)
+    shape = config(vocab_size=VOCABULARY, layers=1, context=20_000)
     loaded: Any = cuda_support.cuda_model(RandomCheckpoint(shape))
     print("host time of a step on a GPU, µs (without kernels)")
     variants = {"greedy": {"temperature": 0}, "default": {}, "penalty": {"frequency_penalty": 0.5}}
@@ -151,6 +153,28 @@ def host() -> None:
             cells.append(f"{rows}: {best[0]:,.0f} (launch {best[1]:.0f}, result {best[2]:.0f})")
             engine.close()
         print(f"  {name:<10} {';  '.join(cells)}")
+    print(f"  a prompt of 16,000 tokens and its first token: {prompt_host_time(loaded):,.0f}")
+
+
+def prompt_host_time(loaded: Any) -> float:
+    """Median host time of a prompt in one step, µs, while the collector skips what existed before,
+    as in `unspool serve`."""
+    backend = loaded.backend(memory=256 << 20, context=20_000)
+    backend.limits = replace(backend.limits, prefill_alone=16_384)
+    backend._prefill.run = lambda prefill, hooks: backend.runner.logits
+    backend._sample_prefill = lambda logits, pick: None
+    engine, random = Engine(backend, lambda token: b"x"), np.random.default_rng(0)
+    gc.collect()
+    gc.freeze()
+    times = []
+    for _ in range(11):
+        prompt = tuple(random.integers(0, VOCABULARY, 16_000).tolist())
+        limits = Limits(max_tokens=1, context=20_000)
+        request = Request(prompt=prompt, settings=SamplingSettings(temperature=0), limits=limits)
+        times.append(seconds(lambda request=request: list(engine.submit(request))))
+    gc.unfreeze()
+    engine.close()
+    return statistics.median(times) * 1e6
 
 
 def tree() -> None:

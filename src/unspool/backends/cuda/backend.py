@@ -19,12 +19,8 @@ from unspool.backends.cuda.interventions import RowChanges, StepHooks, VectorPoo
 from unspool.backends.cuda.kv_cache import KVCache, page_bytes
 from unspool.backends.cuda.matmul import num_multiprocessors
 from unspool.backends.cuda.observe import ResidualTap, StepObserver
-from unspool.backends.cuda.runner import (
-    LayerHooks,
-    ModelRunner,
-    PrefillRunner,
-    activation_bytes,
-)
+from unspool.backends.cuda.prefill import PrefillRunner
+from unspool.backends.cuda.runner import LayerHooks, ModelRunner, activation_bytes
 from unspool.backends.cuda.sampler import DevicePicker
 from unspool.backends.cuda.step_io import (
     MAX_TABLE_UPDATES,
