@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional
 
 from unspool.backends.cuda.backend import CudaBackend
 from unspool.backends.cuda.kv_cache import allocate_kv_cache
@@ -129,19 +130,21 @@ class CudaModel:
     def project(self, vectors: Tensor) -> Tensor:
         """Apply the head to normalized vectors on the device."""
         out, cap = _product(self.weights.head, vectors), self.config.logit_softcap
-        out = out * self.config.logit_scale
+        if self.config.logit_scale != 1:
+            out = out * self.config.logit_scale
         return torch.tanh(out / cap) * cap if cap else out
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of int32 tokens on the device, [n, width]."""
-        table = self.weights.embed
+        table, scale = self.weights.embed, self.config.embedding_scale
         if isinstance(table, PlainMatrix):
-            return table.weight[tokens] * self.config.embedding_scale
-        out = torch.empty(
-            len(tokens), table.columns, dtype=self.weights.dtype, device=tokens.device
-        )
-        table.embed_tokens(tokens, tokens, out)
-        return out * self.config.embedding_scale
+            out = functional.embedding(tokens, table.weight)
+        else:
+            out = torch.empty(
+                len(tokens), table.columns, dtype=self.weights.dtype, device=tokens.device
+            )
+            table.embed_tokens(tokens, tokens, out)
+        return out if scale == 1 else out * scale
 
     @torch.inference_mode()
     def normed(self, vectors: Floats) -> Floats:
