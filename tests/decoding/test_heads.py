@@ -197,7 +197,7 @@ def test_growing():
             rows = {0: [0.0, 3.0, 2.0, -9.0], 1: [1.0, 0.5, -9.0, -9.0], 2: [0.0, 0.0, 5.0, -9.0]}
             return torch.tensor([rows[min(node.depth, 2)] for node in nodes])
 
-    ids = np.array([10, 11, 12, 13])
+    ids = torch.tensor([10, 11, 12, 13])
     context: Any = Table()
     assert build_draft(context, [1], ids, DraftShape(3), 1.0) == [11, 10, 12]
     # The chances are .71, .62 (together .44), .99: a chain ends before it is too unlikely.

@@ -9,7 +9,6 @@ model's token id.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from unspool.backends.step import Ints, LoadedModel
-from unspool.decoding.speculative.head import DraftHead, LayerInput
+from unspool.decoding.speculative.head import DraftHead, LayerInput, fuse_norms
 from unspool.errors import ModelFileError, SettingsError
 from unspool.model.config import ModelConfig
 from unspool.model.files.config_json import rope_from_hf
@@ -90,6 +89,7 @@ class EagleHead(DraftHead):
         super().__init__(folder.name, model, layers)
         weights = self._read(folder)
         self._check(folder, weights)
+        self.ids = self.ids.to(self.device)
         config = _layer_config(layer, weights)
         self.rotary = rope_from_hf(layer, config.head_width)
         self.before_residual = bool(raw.get("norm_before_residual", False))
@@ -103,6 +103,7 @@ class EagleHead(DraftHead):
                 error
             )
         self._layer.requires_grad_(False)
+        fuse_norms(self._layer)
         self.attention = self._layer.attention
 
     def _read(self, folder: Path) -> dict[str, Tensor]:
@@ -127,9 +128,10 @@ class EagleHead(DraftHead):
         ]  # fmt: skip
         if missing:
             raise ModelFileError(f"{folder}: has no {missing[0]}.weight; the head is incomplete")
-        self.ids: Ints = np.arange(len(weights["head.weight"]))
+        ids: Ints = np.arange(len(weights["head.weight"]))
         if offsets is not None:
-            self.ids = self.ids + offsets
+            ids = ids + offsets
+        self.ids = torch.from_numpy(ids.astype(np.int32))
         return weights
 
     def _check(self, folder: Path, weights: dict[str, Tensor]) -> None:
@@ -145,9 +147,9 @@ class EagleHead(DraftHead):
                 "with the model that it was trained for"
             )
 
-    def embed(self, tokens: Sequence[int]) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         if hasattr(self._layer, "embed"):
-            embedded: Tensor = self._layer.embed(torch.tensor(tokens, device=self.device))
+            embedded: Tensor = self._layer.embed(tokens)
             return embedded
         return super().embed(tokens)
 
@@ -156,7 +158,7 @@ class EagleHead(DraftHead):
         fused: Tensor = self._layer.fc(self._layer.input_norm(joined))
         return fused
 
-    def join(self, hidden: Tensor, tokens: Sequence[int]) -> LayerInput:
+    def join(self, hidden: Tensor, tokens: Tensor) -> LayerInput:
         normed = self._layer.hidden_norm(hidden)
         embedded = self._layer.embed_norm(self.embed(tokens))
         residual = normed if self.before_residual else hidden

@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unspool.backends.step import Floats, Ints, LoadedModel
 from unspool.decoding.speculative.controller import DraftShape
 from unspool.engine.request import DraftTree
 from unspool.model.config import Rotary
-from unspool.model.layers.transformer import Attention, RopeTables, attention_weights
+from unspool.model.layers.parts import Norm, apply_rope
+from unspool.model.layers.transformer import Attention, RopeTables, softmax_with_sinks
 
 _FIRST_CAPACITY = 256  # positions of a KV cache
-_HIDDEN = 1 << 40  # position of a key that a query may not attend to
+_FIRST_ROPE_CAPACITY = 4096  # positions of the RoPE tables
 
 
 @runtime_checkable
@@ -48,11 +50,14 @@ class LayerInput(NamedTuple):
 
 
 class DraftHead(ABC):
-    """A drafting head with its weights, for any number of texts."""
+    """A drafting head with its weights, for any number of texts.
+
+    Its layer has full attention. Tokens are int32 tensors on the device.
+    """
 
     attention: Attention
     rotary: Rotary
-    ids: Ints  # the token of each logit
+    ids: Tensor  # the token of each logit
 
     def __init__(
         self, name: str, model: LoadedModel, layers: tuple[int, ...], max_length: int = 0
@@ -63,13 +68,14 @@ class DraftHead(ABC):
         self.device = torch.device(model.device)
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self._max_length = max_length  # longest text; some kinds of RoPE depend on it
+        self._rope = RopeTables(torch.zeros(0), torch.zeros(0))  # of the first positions
 
     @abstractmethod
     def read_hidden(self, vectors: Tensor) -> Tensor:
         """Convert the model's hidden states [layers, n, width] to those that `join` takes."""
 
     @abstractmethod
-    def join(self, hidden: Tensor, tokens: Sequence[int]) -> LayerInput:
+    def join(self, hidden: Tensor, tokens: Tensor) -> LayerInput:
         """Join tokens with the hidden states [n, width] before them."""
 
     @abstractmethod
@@ -87,30 +93,81 @@ class DraftHead(ABC):
         tensor = array if isinstance(array, Tensor) else torch.from_numpy(np.array(array))
         return tensor.to(self.device, self.dtype)
 
-    def embed(self, tokens: Sequence[int]) -> Tensor:
+    def to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
+        """Copy an array to the device without waiting for what runs there."""
+        tensor = torch.from_numpy(array)
+        if self.device.type != "cuda":
+            return tensor.to(self.device)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of the model."""
         if self.device_model is not None:
-            ids = torch.tensor(tokens, dtype=torch.int32, device=self.device)
-            return self.device_model.embed(ids).to(self.dtype)
-        distinct, index = np.unique(np.asarray(tokens, np.int64), return_inverse=True)
+            return self.device_model.embed(tokens).to(self.dtype)
+        distinct, index = np.unique(tokens.cpu().numpy(), return_inverse=True)
         rows = [self.model.rows("embed.weight", int(t), int(t) + 1)[0] for t in distinct]
         return self.to_tensor(np.stack(rows)[index] * np.float32(self.model.config.embedding_scale))
 
-    def rope_tables(self, positions: Ints) -> RopeTables:
-        cosine, sine = self.rotary.tables(positions, self._max_length)
-        return RopeTables(self.to_tensor(cosine), self.to_tensor(sine))
+    def queries_keys_values(self, normed: Tensor, positions: Ints) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys with RoPE, and values, [heads, n, head_width] each.
+
+        Args:
+            normed: [n, ...], from `join`.
+            positions: Ascending, n of them; or one for all.
+        """
+        query = self.attention.queries(normed[None], None)[0]
+        key, value = self.attention.keys_values(normed[None], None)
+        cosine, sine = self._rope_tables(positions)
+        rotated = apply_rope(torch.cat((query, key[0])), cosine, sine)
+        return rotated[: len(query)], rotated[len(query) :], value[0]
+
+    def _rope_tables(self, positions: Ints) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of ascending positions, [n, width / 2] each."""
+        first, end = int(positions[0]), int(positions[-1]) + 1
+        capacity = len(self._rope.cosine)
+        if end > capacity:
+            covered = np.arange(max(end, 2 * capacity, _FIRST_ROPE_CAPACITY))
+            cosine, sine = self.rotary.tables(covered, self._max_length)
+            self._rope = RopeTables(self.to_tensor(cosine), self.to_tensor(sine))
+        has_gaps = end - first > len(positions)
+        rows = self.to_device(positions) if has_gaps else slice(first, end)
+        return self._rope.cosine[rows], self._rope.sine[rows]
+
+
+def fuse_norms(module: nn.Module) -> None:
+    """Replace the RMSNorms of a module by torch's, which is one kernel on a GPU.
+
+    That kernel needs gains in the dtype of the vectors.
+    """
+    for name, child in module.named_children():
+        if isinstance(child, Norm):
+            gain = 1 + child.weight.float() if child.plus_one else child.weight
+            fused = nn.RMSNorm(gain.shape, child.eps, device="meta")
+            fused.weight = nn.Parameter(gain.to(child.weight.dtype), requires_grad=False)
+            setattr(module, name, fused)
+        else:
+            fuse_norms(child)
 
 
 @dataclass(slots=True, eq=False)
 class DraftNode:
     """A drafted token; the root (parent None) is the last token of the text."""
 
-    token: int
+    token: int | Tensor  # a tensor [1] if only the device knows it
     parent: DraftNode | None = None
     depth: int = 0
     score: float = 0.0  # log-probability of the path
-    hidden: Tensor | None = field(default=None, repr=False)  # after this token
+    hidden: Tensor = field(init=False, repr=False)  # after this token, [1, width]
     slot: int = -1  # of its key in the KV cache; the root's key belongs to the text
+
+
+class RootInput(NamedTuple):
+    """What the last position read gives to the root of the next draft."""
+
+    length: int  # positions read
+    token: int
+    inputs: LayerInput
+    query: Tensor  # [heads, 1, head_width]
 
 
 class HeadContext:
@@ -125,11 +182,11 @@ class HeadContext:
         shape = head.attention.shape
         width = head.model.config.width
         self._length = self._num_drafted = 0
-        self._positions: Ints = np.zeros(0, np.int64)
         sizes = ((width,), (shape.kv_heads, shape.head_width), (shape.kv_heads, shape.head_width))
         self._hidden, self._keys, self._values = (
             torch.zeros((0, *size), dtype=head.dtype, device=head.device) for size in sizes
         )
+        self._root: RootInput | None = None
 
     def __len__(self) -> int:
         return self._length
@@ -150,7 +207,6 @@ class HeadContext:
         other._reserve(count)
         for source, target in zip(self._tensors(), other._tensors(), strict=True):
             target[:count] = source[:count]
-        other._positions[:count] = self._positions[:count]
         other._length = count
         return other
 
@@ -160,14 +216,13 @@ class HeadContext:
         head, first, end = self._head, self._length, self._length + len(positions)
         self._reserve(end)
         hidden = head.read_hidden(head.to_tensor(vectors))
-        inputs = head.join(hidden, following)
-        keys, values = head.attention.keys_values(inputs.normed[None], head.rope_tables(positions))
+        inputs = head.join(hidden, head.to_device(np.array(following, np.int32)))
+        query, keys, values = head.queries_keys_values(inputs.normed, positions)
         self._hidden[first:end] = hidden
-        self._keys[first:end], self._values[first:end] = (
-            part[0].transpose(0, 1) for part in (keys, values)
-        )
-        self._positions[first:end] = positions
+        self._write(first, keys, values)
         self._length, self._num_drafted = end, 0
+        last = LayerInput(inputs.residual[-1:], inputs.normed[-1:])
+        self._root = RootInput(end, following[-1], last, query[:, -1:])
 
     @torch.inference_mode()
     def expand(self, nodes: list[DraftNode], tokens: Sequence[int]) -> Tensor:
@@ -175,83 +230,115 @@ class HeadContext:
 
         A node attends to the text, its ancestors and itself.
         """
-        head, count = self._head, len(nodes)
+        head = self._head
+        position = np.array([len(tokens) - 2 + nodes[0].depth])
         if nodes[0].parent is None:
             self._num_drafted = 0
-        states = [self._hidden[self._length - 1] if n.parent is None else n.parent.hidden
-                  for n in nodes]  # fmt: skip
-        inputs = head.join(torch.stack([h for h in states if h is not None]),
-                           [node.token for node in nodes])  # fmt: skip
-        positions = np.array([len(tokens) - 2 + node.depth for node in nodes])
-        angles = head.rope_tables(positions)
-        query = head.attention.queries(inputs.normed[None], angles)
-        if nodes[0].parent is not None:
-            keys, values = head.attention.keys_values(inputs.normed[None], angles)
+            inputs, query = self._root_input(nodes[0], position)
+        else:
+            inputs = self._join(nodes)
+            query, keys, values = head.queries_keys_values(inputs.normed, position)
             first = self._length + self._num_drafted
-            self._reserve(first + count)
-            self._keys[first : first + count] = keys[0].transpose(0, 1)
-            self._values[first : first + count] = values[0].transpose(0, 1)
-            self._num_drafted += count
+            self._reserve(first + len(nodes))
+            self._write(first, keys, values)
+            self._num_drafted += len(nodes)
             for row, node in enumerate(nodes):
                 node.slot = first + row
-        hidden = head.finish(inputs, self._attend(query[0], nodes, positions))
+        hidden = head.finish(inputs, self._attend(query, self._mask(nodes)))
         for row, node in enumerate(nodes):
-            node.hidden = hidden[row]
+            node.hidden = hidden[row : row + 1]
         return head.logits(hidden)
 
-    def _attend(self, query: Tensor, nodes: list[DraftNode], positions: Ints) -> Tensor:
-        """Attention output [nodes, heads * head_width] of queries [heads, nodes, head_width]."""
-        attention, end = self._head.attention, self._length + self._num_drafted
-        key_positions = np.full((len(nodes), end), _HIDDEN, np.int64)
-        key_positions[:, : self._length] = self._positions[: self._length]
+    def _root_input(self, root: DraftNode, position: Ints) -> tuple[LayerInput, Tensor]:
+        """Layer input and query of the root: those of the last read unless it was dropped."""
+        last = self._root
+        if last is not None and (last.length, last.token) == (self._length, root.token):
+            return last.inputs, last.query
+        inputs = self._join([root])
+        return inputs, self._head.queries_keys_values(inputs.normed, position)[0]
+
+    def _join(self, nodes: list[DraftNode]) -> LayerInput:
+        """Join the nodes of one level with the hidden states before them."""
+        last = self._hidden[self._length - 1 : self._length]
+        states = [last if node.parent is None else node.parent.hidden for node in nodes]
+        hidden = states[0] if len(states) == 1 else torch.cat(states)
+        ids = nodes[0].token
+        if not isinstance(ids, Tensor):
+            ids = self._head.to_device(np.array([node.token for node in nodes], np.int32))
+        return self._head.join(hidden, ids)
+
+    def _write(self, first: int, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [kv_heads, n, head_width] from a slot on."""
+        end = first + keys.shape[1]
+        self._keys[first:end] = keys.transpose(0, 1)
+        self._values[first:end] = values.transpose(0, 1)
+
+    def _mask(self, nodes: list[DraftNode]) -> Tensor | None:
+        """The keys that each node does not attend to: those of other branches; None: there are
+        none."""
+        is_masked = np.ones((len(nodes), self._length + self._num_drafted), np.bool_)
+        is_masked[:, : self._length] = False
         for row, node in enumerate(nodes):
             ancestor: DraftNode | None = node
             while ancestor is not None and ancestor.slot >= 0:
-                key_positions[row, ancestor.slot] = positions[row] - (node.depth - ancestor.depth)
+                is_masked[row, ancestor.slot] = False
                 ancestor = ancestor.parent
-        query_positions = torch.from_numpy(positions[:, None]).to(query.device)
-        keys, values = (part[:end].transpose(0, 1)[None] for part in (self._keys, self._values))
-        weights = attention_weights(
-            attention.config, attention.window, query.transpose(0, 1)[:, :, None], keys,
-            query_positions, torch.from_numpy(key_positions).to(query.device), query_positions + 1,
-            attention.sinks, attention.scale,
-        ).to(values.dtype)  # fmt: skip
-        group = weights.shape[1] // values.shape[1]
-        mixed: Tensor = weights.unflatten(1, (-1, group)).flatten(2, 3) @ values
-        return mixed.flatten(1)
+        return self._head.to_device(is_masked) if is_masked.any() else None
+
+    def _attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention output [nodes, heads * head_width] of queries [heads, nodes, head_width].
+
+        Not `scaled_dot_product_attention`: on Hopper it may select cuDNN, which builds a graph for
+        every new number of keys.
+        """
+        attention, end = self._head.attention, self._length + self._num_drafted
+        keys, values = (part[:end].transpose(0, 1) for part in (self._keys, self._values))
+        # Grouped-query attention: the query heads of a key head become more queries.
+        scores = torch.baddbmm(
+            query.new_empty(()), query.reshape(len(keys), -1, query.shape[-1]), keys.mT,
+            beta=0, alpha=attention.scale,
+        ).view(*query.shape[:2], end)  # fmt: skip
+        cap = attention.config.attention_softcap
+        if cap:
+            scores = torch.tanh(scores / cap) * cap
+        if mask is not None:
+            scores = scores.masked_fill(mask, -math.inf)
+        weights = softmax_with_sinks(scores, attention.sinks).to(values.dtype)
+        mixed = weights.view(len(keys), -1, end) @ values
+        return mixed.view(query.shape).transpose(0, 1).flatten(1)
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self._hidden, self._keys, self._values
 
     def _reserve(self, count: int) -> None:
         """Grow the buffers to at least `count` positions."""
-        capacity = len(self._positions)
+        capacity = len(self._keys)
         if count <= capacity:
             return
         added = max(count, 2 * capacity, _FIRST_CAPACITY) - capacity
         self._hidden, self._keys, self._values = (
             torch.cat((part, part.new_zeros(added, *part.shape[1:]))) for part in self._tensors()
         )
-        self._positions = np.concatenate((self._positions, np.zeros(added, np.int64)))
 
 
 # -- Build a draft from a head's logits: a greedy chain, or a small tree
 
 
+@torch.inference_mode()
 def build_draft(
-    context: HeadContext, tokens: Sequence[int], ids: Ints, shape: DraftShape, temperature: float
+    context: HeadContext, tokens: Sequence[int], ids: Tensor, shape: DraftShape, temperature: float
 ) -> DraftTree | list[int]:
     """Build a draft of this shape after these tokens."""
     if shape.width == 1:
-        guesses = _chain(context, tokens, ids, shape.levels, temperature)
-        return _while_likely(guesses, shape.min_probability)
+        return _build_chain(context, tokens, ids, shape, temperature)
     level, all_nodes = [DraftNode(int(tokens[-1]))], list[DraftNode]()
     for depth in range(1, shape.levels + 1):
-        logits = context.expand(level, tokens)
+        logprobs, indices = _logprobs(context.expand(level, tokens), temperature).topk(shape.width)
+        pairs = torch.stack((ids[indices].double(), logprobs.double()), -1)
         candidates = [
-            DraftNode(int(ids[place]), node, depth, node.score + logprob)
-            for node, row in zip(level, logits, strict=True)
-            for place, logprob in _top_logprobs(row, shape.width, temperature)
+            DraftNode(int(token), node, depth, node.score + logprob)
+            for node, row in zip(level, pairs.tolist(), strict=True)  # one copy to the host
+            for token, logprob in row
         ]
         candidates.sort(key=lambda node: -node.score)
         all_nodes += candidates
@@ -260,37 +347,32 @@ def build_draft(
     selected = all_nodes[: shape.nodes]
     number: dict[DraftNode | None, int] = {node: place for place, node in enumerate(selected)}
     parents = [number.get(node.parent, -1) for node in selected]
-    return DraftTree([node.token for node in selected], parents)
+    return DraftTree([int(node.token) for node in selected], parents)
 
 
-def _chain(
-    context: HeadContext, tokens: Sequence[int], ids: Ints, levels: int, temperature: float
-) -> Iterator[tuple[int, float]]:
-    """Draft greedily; each token is computed only when requested."""
-    node = DraftNode(int(tokens[-1]))
-    for depth in range(1, levels + 1):
-        (logits,) = context.expand([node], tokens)
-        ((place, logprob),) = _top_logprobs(logits, 1, temperature)
-        node = DraftNode(int(ids[place]), node, depth)
-        yield node.token, logprob
+def _build_chain(
+    context: HeadContext, tokens: Sequence[int], ids: Tensor, shape: DraftShape, temperature: float
+) -> list[int]:
+    """Draft greedily while the joint probability is at least `shape.min_probability`.
+
+    Tokens stay on the device until the end. A minimum probability is checked at every level: to
+    wait for a number takes less time than to compute levels that are dropped.
+    """
+    node, drafted, score = DraftNode(int(tokens[-1])), list[Tensor](), 0.0
+    for depth in range(1, shape.levels + 1):
+        logits = context.expand([node], tokens)
+        if shape.min_probability:
+            logprob, index = _logprobs(logits, temperature).max(-1)
+            score += logprob.item()
+            if score < math.log(shape.min_probability):
+                break
+        else:
+            index = logits.argmax(-1)
+        token = ids[index]
+        node = DraftNode(token, node, depth)
+        drafted.append(token)
+    return list(torch.cat(drafted).tolist()) if drafted else []
 
 
-def _while_likely(guesses: Iterator[tuple[int, float]], min_probability: float) -> list[int]:
-    """Take tokens while their joint probability is at least `min_probability`."""
-    accepted_tokens, score = list[int](), 0.0
-    for token, logprob in guesses:
-        score += logprob
-        if min_probability and score < math.log(min_probability):
-            break
-        accepted_tokens.append(token)
-    return accepted_tokens
-
-
-@torch.inference_mode()
-def _top_logprobs(logits: Tensor, count: int, temperature: float) -> list[tuple[int, float]]:
-    """The likeliest indices with their log-probabilities."""
-    scaled = logits.float() / temperature
-    top, indices = scaled.topk(count)
-    logprobs = top - scaled.logsumexp(0)
-    pairs = torch.stack((indices.double(), logprobs.double()), 1).tolist()  # one copy to the host
-    return [(int(index), logprob) for index, logprob in pairs]
+def _logprobs(logits: Tensor, temperature: float) -> Tensor:
+    return (logits.float() / temperature).log_softmax(-1)

@@ -142,6 +142,8 @@ class HeadDrafter:
 
 def _concat(parts: list[Floats]) -> Floats | Tensor:
     """Join hidden states along the tokens; those of a GPU step are device tensors."""
+    if len(parts) == 1:
+        return parts[0]
     if all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate(parts, 1)
     device = next(part.device for part in parts if isinstance(part, Tensor))

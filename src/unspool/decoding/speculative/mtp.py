@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from unspool.backends.step import LoadedModel
-from unspool.decoding.speculative.head import DraftHead, LayerInput
+from unspool.decoding.speculative.head import DraftHead, LayerInput, fuse_norms
 from unspool.errors import ModelFileError, SettingsError
 from unspool.model.files.checkpoint import open_checkpoint
 from unspool.model.files.mtp import MtpTensors
@@ -25,7 +24,8 @@ class MtpHead(DraftHead):
         if config.norm != "rms" or config.rotary is None:
             raise ModelFileError(f"{path}: MTP layers need RMSNorm and RoPE")
         super().__init__(path.name, model, (model.config.layers,), context)
-        self.rotary, self.ids = config.rotary, np.arange(config.vocab_size)
+        self.rotary = config.rotary
+        self.ids = torch.arange(config.vocab_size, dtype=torch.int32, device=self.device)
         with torch.device("meta"):
             self._mtp = MtpLayer(config)
         try:
@@ -34,18 +34,18 @@ class MtpHead(DraftHead):
             raise ModelFileError(f"{path}: {error}") from error
         self._mtp.load_state_dict(state, assign=True)
         self._mtp.requires_grad_(False)
+        fuse_norms(self._mtp)
         self.attention = self._mtp.layer.attention
         gain = model.vector("norm.weight")
         assert gain is not None, "the model has an RMSNorm before its head"
-        self._gain = torch.from_numpy(np.array(gain)).to(self.device).float()
+        self._gain = self.to_tensor(gain)
 
     def read_hidden(self, vectors: Tensor) -> Tensor:
         """Apply the model's final norm: the layer reads what the model's head reads."""
-        x = vectors[0].float()
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.model.config.norm_eps)
-        return (x * self._gain).to(self.dtype)
+        eps = self.model.config.norm_eps
+        return functional.rms_norm(vectors[0], self._gain.shape, self._gain, eps)
 
-    def join(self, hidden: Tensor, tokens: Sequence[int]) -> LayerInput:
+    def join(self, hidden: Tensor, tokens: Tensor) -> LayerInput:
         residual = self._mtp.join(self.embed(tokens), hidden)
         return LayerInput(residual, self._mtp.layer.attention_norm(residual))
 
@@ -64,10 +64,11 @@ class MtpHead(DraftHead):
         """
         if self.device_model is not None:
             return self.device_model.project(hidden.to(self.dtype))
-        gain = torch.where(self._gain.abs() < 1e-6, 1e-6, self._gain)
+        gain = self._gain.float()
+        gain = torch.where(gain.abs() < 1e-6, 1e-6, gain)
         x = hidden.float() / gain
         scale = (x.pow(2).mean(-1, keepdim=True) + self.model.config.norm_eps).sqrt()
-        return torch.from_numpy(self.model.logits(x.cpu().numpy())) * scale.cpu()
+        return torch.from_numpy(self.model.logits(x.cpu().numpy())).to(self.device) * scale
 
 
 def load_mtp(path: Path | None, model: LoadedModel, context: int) -> MtpHead:
