@@ -10,6 +10,7 @@ many       requests submitted together: new tokens/s of all, prefill included; e
            are written again alone and compared
 drafts     the same with cached prompts and a drafter whose tokens are right with a given
            probability; times the speed without drafts
+mtp        one text with drafts of a random MTP layer, which are wrong: what drafting costs
 first      seconds from the request to its first token, as a fraction of the limit
 server     tokens/s that reach the clients of `unspool serve`, see bench/serve.py
 load       seconds of `unspool.load` of a checkpoint on disk, and of only reading the files
@@ -53,7 +54,7 @@ class Part:
     key: str
     title: str
     shape: str
-    work: str = "one"  # one text, many, drafts, first (time to the first token), load, server
+    work: str = "one"  # one text, many, drafts, mtp, first (time to the first token), load, server
     prompt: int = 128
     new: int = 256
     rows: int = 1
@@ -61,6 +62,7 @@ class Part:
     packed: str = ""  # quantization of a GGUF file, instead of bfloat16
     exact: bool = False
     acceptance: float = 0.0  # probability that a drafted token is right
+    drafted: int = 0  # tokens of a draft of the MTP layer
     peers: tuple[str, ...] = ()  # modes of transformers that do the same
     seconds: float = 150  # time limit
 
@@ -140,6 +142,11 @@ PARTS = {
                  title=f"8B bf16, {rows} at once, three drafted tokens, right {acceptance:.0%}",
                  shape="8b", acceptance=acceptance)
             for rows in (1, 4, 16) for acceptance in (0.5, 0.7, 0.9)
+        ),
+        *(
+            Part(key=f"8b-mtp-{count}", work="mtp", shape="8b", new=128, drafted=count,
+                 title=f"8B bf16, one text, drafts of an MTP layer that are wrong, length {count}")
+            for count in (1, 3)
         ),
         Part(key="8b-64-exact", title="8B bf16, 64 requests of 512 + 128, exact", shape="8b",
              exact=True, **_LONG),

@@ -26,7 +26,7 @@ from gpu import PARTS, Part
 from lib.arguments import add_options, make_parser
 from lib.limits import ModelCosts, Phase, measure_limits
 from lib.models import random_transformer
-from lib.shapes import SHAPES, RandomCheckpoint, tiny_shape
+from lib.shapes import SHAPES, RandomCheckpoint, RandomMtp, tiny_shape
 
 NUM_ALONE = 8  # texts of a batch that are written again, alone
 
@@ -91,6 +91,7 @@ class UnspoolRunner:
         self.load_s = time.perf_counter() - start
         self.texts: list[list[int]] = []  # of `measure_drafts`
         self.draft_rows, self.plain_s = 0, 0.0
+        self.mtp: Any = None  # head of `measure_mtp`
 
     def close(self) -> None:
         self.lm.close()
@@ -178,6 +179,34 @@ class UnspoolRunner:
         ]  # fmt: skip
         texts = [[step.token for step in stream] for stream in streams]
         return texts, time.perf_counter() - start, drafters
+
+    def measure_mtp(self, part: Part) -> dict[str, Any]:
+        """A text with drafts of a random MTP layer against the same without, after the first
+        token."""
+        from unspool.decoding.speculative.controller import DraftShape, FixedShape
+        from unspool.decoding.speculative.head_drafter import HeadDrafter
+        from unspool.decoding.speculative.mtp import MtpHead
+
+        if self.mtp is None:
+            tensors: Any = RandomMtp(self.lm.config.mtp_layer_config())
+            self.mtp = MtpHead(Path("random"), tensors, self.lm.model, self.lm.context)
+
+        def make(request: Any) -> HeadDrafter:
+            return HeadDrafter(self.mtp, request, FixedShape(DraftShape(part.drafted)))
+
+        prompt, seconds = self._prompt(part.prompt), list[float]()
+        for drafter in (None, make):
+            stream = self._stream(part, prompt, 0, speculate=drafter)
+            next(stream)
+            start = time.perf_counter()
+            steps = list(stream)
+            seconds.append(time.perf_counter() - start)
+        outcomes = [step.draft for step in steps]  # a rejected token ends a draft
+        accepted, rejected = outcomes.count("accepted"), outcomes.count("rejected")
+        assert accepted or rejected, "nothing was drafted"
+        result = throughput(seconds[1], len(steps), 0.0)
+        fraction = accepted / (accepted + rejected)
+        return {**result, "speedup": seconds[0] / seconds[1], "accepted": fraction}
 
     def measure_first(self, part: Part) -> dict[str, Any]:
         start = time.perf_counter()

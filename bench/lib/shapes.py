@@ -192,13 +192,16 @@ class RandomCheckpoint:
 
     def weights(self) -> Iterator[tuple[str, FileTensor]]:
         for name, shape in weight_shapes(self.config).items():
-            yield name, self._vector(name, shape) if len(shape) == 1 else self._matrix(name, shape)
+            yield name, self.tensor(name, shape)
 
     def bits_per_weight(self) -> float:
         if not self.packed:
             return 16.0
         block_bytes, numbers, *_ = _BLOCKS[self.packed]
         return 8 * block_bytes / numbers
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> FileTensor:
+        return self._vector(name, shape) if len(shape) == 1 else self._matrix(name, shape)
 
     def _vector(self, name: str, shape: tuple[int, ...]) -> FileTensor:
         is_gain = name.endswith("norm.weight") or name.endswith(("norm_weight", "scale"))
@@ -223,3 +226,20 @@ class RandomCheckpoint:
         bits = ((noise * np.float32(scale)).view(np.uint32) >> 16).astype(np.uint16)
         view = as_strided(bits, (rows, columns), (2 * _SHIFT, 2))
         return FileTensor("BF16", view.reshape(shape), shape)
+
+
+@dataclass(frozen=True)
+class RandomMtp:
+    """Random weights of an MTP layer with this config."""
+
+    config: ModelConfig
+
+    def weights(self) -> Iterator[tuple[str, FileTensor]]:
+        import torch
+
+        from unspool.model.layers.mtp import MtpLayer
+
+        with torch.device("meta"):
+            layer = MtpLayer(self.config)
+        for name, weight in layer.state_dict().items():
+            yield name, RandomCheckpoint(self.config).tensor(name, tuple(weight.shape))
