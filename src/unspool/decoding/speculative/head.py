@@ -355,8 +355,9 @@ def _build_chain(
 ) -> list[int]:
     """Draft greedily while the joint probability is at least `shape.min_probability`.
 
-    Tokens stay on the device until the end. A minimum probability is checked at every level: to
-    wait for a number takes less time than to compute levels that are dropped.
+    Tokens stay on the device until the end, where one copy brings them to the host. A minimum
+    probability is checked at every level: waiting for a number takes less time than computing a
+    level that is dropped.
     """
     node, drafted, score = DraftNode(int(tokens[-1])), list[Tensor](), 0.0
     for depth in range(1, shape.levels + 1):
