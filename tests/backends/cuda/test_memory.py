@@ -1,8 +1,10 @@
-"""The pool of pages: as large as there is room for."""
+"""The pool of pages, and chunks of prompts: as large as there is room for."""
 
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from helpers import tiny  # noqa: E402
+from unspool.backends.cuda import backend as cuda_backend  # noqa: E402
 from unspool.backends.cuda import kv_cache  # noqa: E402
 from unspool.backends.cuda.kv_cache import KVCache, page_bytes  # noqa: E402
 from unspool.backends.cuda.load import load_weights  # noqa: E402
@@ -63,3 +66,25 @@ def test_no_room_at_all_is_said_in_words(weights, monkeypatch):
     room_for(monkeypatch, 3)
     with pytest.raises(UnspoolError, match="the KV cache does not fit beside the weights"):
         kv_cache.allocate_kv_cache(weights, None, 128)
+
+
+@pytest.mark.parametrize(
+    ("billions", "capability", "free", "expected"),
+    [
+        (8, (9, 0), 24 << 30, 16_384),
+        (8, (9, 0), 4 << 30, 8192),  # too little memory
+        (32, (9, 0), 24 << 30, 8192),  # takes longer than half a second
+        (8, (8, 9), 24 << 30, 8192),  # so does a smaller GPU
+        (1, (8, 9), 24 << 30, 16_384),
+    ],
+)
+def test_a_prompt_alone_has_longer_chunks_where_time_and_memory_allow(
+    billions: int, capability: tuple[int, int], free: int, expected: int, monkeypatch: Any
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
+    monkeypatch.setattr(cuda_backend, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(cuda_backend, "activation_bytes", lambda weights: 156_000)
+    matrix = SimpleNamespace(rows=billions * 1000, columns=1_000_000)
+    weights: Any = SimpleNamespace(device=torch.device("cuda"), matrices=lambda: [matrix])
+    assert cuda_backend._prefill_alone(weights) == expected

@@ -118,7 +118,10 @@ _PREFILL_ALONE = 16_384  # a step with nothing but one prompt: it is split less 
 # arrives while a prompt is alone.
 _PREFILL_DELAY_S, _ALONE_DELAY_S = 0.1, 0.5
 _ACTIVATION_MARGIN = 3  # a longer chunk needs this many times the memory of its activations
-_FLOPS_PER_SM = 5e12  # about what prefill reaches on a Hopper multiprocessor
+# About what prefill reaches on a multiprocessor, by compute capability: measured on an H200, two
+# thirds of the data sheet for an A100, a B200, and all others (GeForce).
+_FLOPS_PER_SM = {(9, 0): 5e12, (8, 0): 2e12, (10, 0): 1e13}
+_OTHER_FLOPS_PER_SM = 1e12
 _NO_INTS = empty_ints()
 
 
@@ -384,8 +387,10 @@ class CudaBackend:
 def _prefill_tokens_in(seconds: float, weights: Weights) -> int:
     """About how many tokens are prefilled in this time."""
     num_weights = sum(matrix.rows * matrix.columns for matrix in weights.matrices())
-    rate = _FLOPS_PER_SM * num_multiprocessors(weights.device)
-    tokens = int(seconds * rate / (2 * num_weights))
+    device, rate = weights.device, _OTHER_FLOPS_PER_SM
+    if device.type == "cuda":
+        rate = _FLOPS_PER_SM.get(torch.cuda.get_device_capability(device), rate)
+    tokens = int(seconds * rate * num_multiprocessors(device) / (2 * num_weights))
     return tokens // 256 * 256  # whole tiles of matrix products
 
 
