@@ -23,6 +23,7 @@ import unspool
 from helpers.paged_texts import RandomCheckpoint, config
 from unspool import native
 from unspool.backends.cpu.model import CpuModel, load_cpu
+from unspool.backends.cpu.packing import Packing
 from unspool.backends.cpu.threads import choose_threads
 from unspool.errors import SettingsError, UnspoolError
 
@@ -98,16 +99,12 @@ def test_a_forked_child_cannot_use_the_model(lm: Any):
 
 @forks
 @needs_native
-def test_a_child_that_was_forked_while_the_model_was_loaded():
-    go_on = threading.Event()
-
-    class Slow(RandomCheckpoint):
-        def weights(self) -> Any:
-            go_on.wait(20)
-            yield from super().weights()
-
-    model = load_cpu(Slow(config()))
+def test_a_child_that_was_forked_while_the_model_was_loaded(monkeypatch: pytest.MonkeyPatch):
+    go_on, finish = threading.Event(), Packing.finish
+    monkeypatch.setattr(Packing, "finish", lambda packing: go_on.wait(20) and finish(packing))
+    model = load_cpu(RandomCheckpoint(config()))
     try:
+        assert not model.packed, "it is still loading"
         result = in_child(lambda: model.backend(memory=1 << 20, context=64), 2)
     finally:
         go_on.set()
