@@ -27,6 +27,9 @@ def test_the_text_is_the_same(device: str, tmp_path: Path, exact: bool):
     """To the bit: where few lines are each multiplied by themselves, also without `exact`."""
     model = cuda_model(RandomCheckpoint(TINY), device=device, dtype="bfloat16", exact=exact)
     with language_model(model) as lm:
+        backend: Any = lm.engine.backend
+        if not exact:  # the end of a prompt that is read again would use another kernel
+            backend.graph_tokens = 0
         save_eagle(tmp_path, lm, layers=(0, 1, 2))
         head = load_eagle(tmp_path, lm.model)
         for prompt in (PROMPT, PROMPT[:2], TEXT[:600]):

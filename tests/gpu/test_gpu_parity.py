@@ -50,10 +50,12 @@ def case(
     return Case(checkpoint, expected, actual, (backend(expected), backend(actual)))
 
 
-@pytest.mark.parametrize("joins", [False, True])  # tokens join the prompt beside them
-def test_however_the_tokens_arrive(case: Case, joins: bool, monkeypatch: pytest.MonkeyPatch):
-    if joins:
-        running: Any = case.backends[1]
+@pytest.mark.parametrize("prompts_run", ["in graphs", "apart", "with next tokens"])
+def test_however_the_tokens_arrive(case: Case, prompts_run: str, monkeypatch: pytest.MonkeyPatch):
+    running: Any = case.backends[1]
+    if prompts_run != "in graphs":
+        monkeypatch.setattr(running, "graph_tokens", 0)
+    if prompts_run == "with next tokens":
         monkeypatch.setattr(running.runner, "max_fused_rows", 1)
     expected, actual = (read_in_many_ways(model, VOCABULARY) for model in case.backends)
     assert expected.std() > 0.5, "a model that says nothing would prove nothing"

@@ -109,6 +109,28 @@ def test_however_the_tokens_arrive(name: str):
     assert difference(actual, expected) < CLOSE
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in _FAST)) for name in MODELS]
+)
+def test_short_prompts_in_graphs(name: str, monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU, where graphs are captured: each token of a prompt is a row."""
+    shape = config(**{"layers": 1, "context": 128, **MODELS[name]})
+    running: Any = backend(cuda_model(RandomCheckpoint(shape)))
+    prefill = running._prefill.run
+    prefilled = list[int]()
+    monkeypatch.setattr(running, "graph_tokens", 40)
+    monkeypatch.setattr(
+        running._prefill,
+        "run",
+        lambda chunk, *a: prefilled.append(len(chunk.tokens)) or prefill(chunk, *a),
+    )
+    expected = read_in_many_ways(
+        backend(torch_model(RandomCheckpoint(shape))), shape.vocab_size, 30
+    )
+    assert difference(read_in_many_ways(running, shape.vocab_size, 30), expected) < CLOSE
+    assert prefilled == [17], "beside one token, which has kernels of its own"
+
+
 def plain_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,13 +269,15 @@ def test_what_a_drafting_head_reads_is_part_of_a_captured_step():
     results = []
     for make in (torch_model, cuda_model):
         running: Any = backend(make(RandomCheckpoint(SMALL)))
+        running.graph_tokens = 40  # as on a GPU: a short prompt runs in a graph, too
         library = Library(PAGES, SMALL.vocab_size)
-        a, b = library.text(6), library.text(6)
+        a, b, c = (library.text(length) for length in (6, 6, 17))
         vectors = []
         for parts, rows, layers in (
             ([(a, 2), (b, 1)], [0, 1, 2], (0, 1)),
             ([(a, 1), (b, 1)], [1], (1,)),
             ([(a, 1)], [0], (0, 1)),
+            ([(c, 17)], [0, 16], (0, 1)),
         ):
             taps = ObserveRequest(residuals=np.array(rows), layers=layers)
             inside = look(running, parts, taps)[1]

@@ -71,9 +71,9 @@ class GraphCache:
     """Runs steps from captured graphs; captures those that are missing."""
 
     def __init__(self, device: torch.device) -> None:
-        self._can_capture = device.type == "cuda"
+        self.can_capture = device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        if self._can_capture:
+        if self.can_capture:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)
 
@@ -87,12 +87,12 @@ class GraphCache:
             return
         with torch.inference_mode():
             launch()
-            if self._can_capture:
+            if self.can_capture:
                 self._graphs[key] = self._capture(launch)
 
     def clear(self) -> None:
         """Drop all graphs: a buffer that they use has moved."""
-        if self._can_capture:
+        if self.can_capture:
             torch.cuda.synchronize()  # the last step may still run
             self._pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
         self._graphs.clear()
@@ -112,6 +112,10 @@ class GraphCache:
 
 _MAX_ROWS = BATCH_SIZES[-1]
 _MAX_DECODE_TOKENS = 16  # a row with at most this many new tokens is decoded in a captured graph
+# Short prompts run in captured graphs too, each token as a row, if the step has at most this many
+# tokens and their attention reads at most this many keys: launching all kernels takes 10 ms.
+_GRAPH_TOKENS, _GRAPH_KEYS = 256, 1 << 16
+_PROMPT_SIZES = 64  # a graph with prompts has a multiple of this many rows
 _PREFILL_TOKENS = 8192  # a step: enough to keep the tensor cores busy
 _PREFILL_ALONE = 16_384  # a step with nothing but one prompt: it is split less often
 # How long prefill may delay, about: the next tokens of running sequences, and a request that
@@ -157,6 +161,10 @@ class CudaBackend:
         )
         self.runner = ModelRunner(weights, pages, self.inputs, context, exact)
         self._graphs = GraphCache(device)
+        # Most tokens of a step whose short prompts run in a graph; 0: none do.
+        self.graph_tokens = 0
+        if self._graphs.can_capture and not self.state_bytes:  # recurrences have chunked kernels
+            self.graph_tokens = _GRAPH_TOKENS
         self._prefill = PrefillRunner(self.runner)
         self._taps: dict[tuple[int, ...], ResidualTap] = {}
         self._vectors = VectorPool(device)
@@ -188,7 +196,7 @@ class CudaBackend:
         try:
             if self.inputs.grow_table(batch.slots):
                 self._graphs.clear()
-            split = _BatchSplit(batch, self.runner.max_fused_rows)
+            split = _BatchSplit(batch, self.runner.max_fused_rows, self.graph_tokens)
             if len(batch.adapters):
                 split.set_adapters(batch, self.runner.adapters.slots_for(batch.adapters))
             table_updates = _NO_INTS, _NO_INTS
@@ -274,10 +282,10 @@ class CudaBackend:
         """Run the decode rows in a graph; return the requested logits of these rows."""
         decode_rows, num_decode = split.decode_rows, split.num_decode
         ends = batch.visible_end[decode_rows]
-        size, max_context = (
-            padded_batch_size(num_decode),
-            min(length_bucket(max_int(ends)), self.context),
-        )
+        size = padded_batch_size(num_decode)
+        if split.has_prompts:  # of any length: few graphs
+            size = -(-num_decode // _PROMPT_SIZES) * _PROMPT_SIZES
+        max_context = min(length_bucket(max_int(ends)), self.context)
         sampled = penalties = canvas = False
         picks = None
         if split.decode_pick is not None:
@@ -415,8 +423,9 @@ class _BatchSplit:
     prefill_adapters: Ints | None = None
     # How many of the first sequences are decoded in the prefill's matrix products, not in a graph.
     num_joined = 0
+    has_prompts = False  # whether prompts are among the decode rows
 
-    def __init__(self, batch: StepBatch, max_fused_rows: int) -> None:
+    def __init__(self, batch: StepBatch, max_fused_rows: int, graph_tokens: int) -> None:
         causal = max_int(batch.visible_end - batch.positions) == 1
         self.single_tokens = causal
         look = batch.observe
@@ -427,6 +436,10 @@ class _BatchSplit:
         counts = np.diff(batch.row_starts)
         token_indices, pick = np.arange(len(batch.tokens)), batch.sampling
         is_short = counts <= _MAX_DECODE_TOKENS
+        is_small = len(batch.tokens) <= graph_tokens and not reads_layers
+        if is_small and _fits_graph(batch, counts, max_fused_rows):
+            self.has_prompts = not is_short.all()
+            is_short[:] = True
         run_together = bool(look) and (
             reads_layers or not is_short.all()
         )  # observed tokens run together
@@ -497,6 +510,18 @@ class _BatchSplit:
         self.decode_pick, self.prefill_pick = batch.sampling, None
         self.pick_index = None if len(batch.sample_indices) == len(slots) else batch.sample_indices
         self.decode_logits, self.logits_order = batch.logits_indices, None
+
+
+def _fits_graph(batch: StepBatch, counts: Ints, max_fused_rows: int) -> bool:
+    """Whether short prompts may run in a graph, beside the rows that are decoded.
+
+    Rows that use the fused kernels keep them, and attention must not read too many keys.
+    """
+    is_prompt = counts > _MAX_DECODE_TOKENS
+    num_decode = int(counts[~is_prompt].sum())
+    lengths = batch.visible_end[batch.row_starts[1:] - 1]
+    num_keys = int((counts * lengths)[is_prompt].sum())
+    return not 0 < num_decode <= max_fused_rows and num_keys <= _GRAPH_KEYS
 
 
 def _num_joined(batch: StepBatch, is_short: npt.NDArray[np.bool_], max_fused_rows: int) -> int:

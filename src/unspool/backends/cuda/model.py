@@ -29,14 +29,15 @@ from unspool.sampling.picker import SamplingRows
 #
 # Compiled kernels are cached on disk: half a minute the first time, a second or two afterwards.
 
-_WARMUP_TOKENS = 32  # tokens of the prompt
+_WARMUP_TOKENS = 32  # tokens of the prompt, more than fit into a graph
 _MESSAGE_DELAY_S = 2.0  # seconds
 
 
 def warm_up(backend: CudaBackend) -> None:
     """Run a prefill, a draft, and a next token, greedy and sampled, on the padding page."""
     with _progress("compiling GPU kernels (up to a minute the first time)"):
-        for count, temperature in ((_WARMUP_TOKENS, 0.0), (2, 0.0), (1, 0.0), (1, 1.0)):
+        prompt = backend.graph_tokens + _WARMUP_TOKENS
+        for count, temperature in ((prompt, 0.0), (2, 0.0), (1, 0.0), (1, 1.0)):
             count = min(count, backend.context)
             backend.launch(_batch(count, temperature)).result()
 
