@@ -150,7 +150,11 @@ def test_long_chunks_by_the_library(monkeypatch: pytest.MonkeyPatch):
     changes = {**MODELS["as gemma"], "attention_softcap": 0.0, "head_width": 16}
     shape = config(**{"layers": 1, "context": 128, **changes})
     model = cuda_model(RandomCheckpoint(shape), dtype="float16")
-    pasts = list[int]()
+    pasts, empty = list[int](), torch.empty
+
+    def empty_of_nan(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*shape, **options)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
     def logits() -> Any:
         texts, running = Library(PAGES, shape.vocab_size), backend(model)
@@ -161,6 +165,7 @@ def test_long_chunks_by_the_library(monkeypatch: pytest.MonkeyPatch):
     def library(query: Any, key: Any, value: Any, scale: float, causal: bool) -> Any:
         pasts.append(0 if causal else len(key))
         assert len(query) % 16 == len(key) % 16 == 0
+        assert query.isfinite().all(), "also before and after the chunk"
         return plain_attention(query, key, value, scale, causal)
 
     expected = logits()
@@ -168,6 +173,7 @@ def test_long_chunks_by_the_library(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(attention, constant, value)
     monkeypatch.setattr(attention, "_has_fast_cudnn", lambda device: True)
     monkeypatch.setattr(attention, "_library_attention", library)
+    monkeypatch.setattr(torch, "empty", empty_of_nan)
     np.testing.assert_allclose(logits(), expected, atol=0.02 * float(np.abs(expected).max()))
     assert pasts == [0, 0, 16, 0, 0, 32, 0, 16], "each chunk of at least 17 tokens"
 

@@ -445,7 +445,7 @@ def attend_long(
     stride, first = qkv.stride(0), chunk.first - lead
     at = qkv.storage_offset() + first * stride
     if first >= 0 and at + size * stride <= qkv.untyped_storage().nbytes() // qkv.itemsize:
-        # With the rows before and after the chunk: the results of those are not used.
+        # With the rows before and after the chunk, whose results are not used.
         query = qkv.as_strided((size, *heads), (stride, layer.head_width, 1), at)
     else:
         query = qkv.new_zeros(size, *heads)

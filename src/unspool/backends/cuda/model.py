@@ -29,7 +29,7 @@ from unspool.sampling.picker import SamplingRows
 #
 # Compiled kernels are cached on disk: half a minute the first time, a second or two afterwards.
 
-_WARMUP_TOKENS = 32  # tokens of the prompt, more than fit into a graph
+_WARMUP_TOKENS = 32  # tokens of the prompt beyond those that fit into a graph
 _MESSAGE_DELAY_S = 2.0  # seconds
 
 

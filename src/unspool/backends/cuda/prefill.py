@@ -115,8 +115,8 @@ class PrefillRunner:
         """Run the model; return logits [requested, vocabulary]."""
         runner = self._runner
         weights, inputs, pages = runner.weights, runner.inputs, runner.pages
-        count, spare = len(prefill.tokens), attention.LONG_BLOCK if prefill.long_chunks else 0
-        a = ActivationBuffers(weights, count + spare).first_rows(count)
+        spare_rows = attention.LONG_BLOCK if prefill.long_chunks else 0
+        a = ActivationBuffers(weights, len(prefill.tokens), spare_rows)
         adapt, adapt_head = self._adapters_for(prefill)
         ops = LayerOps(runner, a, adapt)
         runner.embed(ops, prefill.tokens, prefill.rows.positions, inputs.no_updates, hooks)

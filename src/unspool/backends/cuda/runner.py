@@ -53,14 +53,19 @@ _MAX_FUSED_BYTES = 2 << 30  # ... if they read at most this much in total, mostl
 
 class ActivationBuffers:
     """Buffers between the kernels, for up to `rows` rows. Their rows are as wide as the current
-    layer needs."""
+    layer needs. `spare_rows` follow those of the projections and have finite numbers."""
 
-    def __init__(self, weights: Weights, rows: int) -> None:
+    def __init__(self, weights: Weights, rows: int, spare_rows: int = 0) -> None:
         self.rows, self._width = rows, weights.config.width
+        spare = {"projected": spare_rows}
         self._data = {
-            name: torch.empty(rows * width, dtype=weights.dtype, device=weights.device)
+            name: torch.empty(
+                (rows + spare.get(name, 0)) * width, dtype=weights.dtype, device=weights.device
+            )
             for name, width in _buffer_widths(weights).items()
         }
+        if spare_rows:
+            self._data["projected"].zero_()
 
     def first_rows(self, rows: int) -> ActivationBuffers:
         """The first rows."""
