@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from helpers import tiny
-from helpers.paged_texts import Library, host, read
+from helpers.paged_texts import Library, host, read, read_to_last
 from unspool.backends.step import Backend, LoadedModel, StepBatch
 from unspool.lm import LanguageModel
 from unspool.loading import make_drafter_for
@@ -89,6 +89,9 @@ def read_in_many_ways(backend: Backend, vocabulary: int, long: int = 40) -> Any:
     logits += read(backend, [(a, 1), (b, 1), (c, 18)])  # tokens that join a chunk with a past
     b.read -= 4  # rewound and read again
     logits += read(backend, [(b, 5), (c, 1), (a, 1)])
+    d, e, f = (library.text(length) for length in (long, 3, 17))
+    logits += read_to_last(backend, [(d, long - 9), (e, 2)])  # a prompt with one output
+    logits += read_to_last(backend, [(e, 1), (d, 9), (f, 17)])
     return np.concatenate(logits)
 
 
@@ -98,6 +101,7 @@ def read_by_engine(model: LoadedModel) -> Any:
         branch = lm.engine.open(list(range(3, 33)))
         logits = [lm.engine.extend(branch, num_logits=30)]
         logits += [lm.engine.extend(branch, [token]) for token in (40, 50)]
+        logits += [lm.engine.extend(lm.engine.open(list(range(9, 38))))]  # of the last token only
         return np.concatenate([host(rows) for rows in logits])
 
 

@@ -25,9 +25,19 @@ from helpers.cuda_support import (
     torch_model,
     written,
 )
-from helpers.paged_texts import Library, RandomCheckpoint, batch_of, config, host, look, read
+from helpers.paged_texts import (
+    Library,
+    RandomCheckpoint,
+    batch_of,
+    config,
+    host,
+    look,
+    read,
+    read_to_last,
+)
 from helpers.parity import ODD_SHAPES, check_seen, difference
 from unspool.backends.cuda import attention
+from unspool.backends.cuda.runner import LayerOps
 from unspool.backends.step import ObserveRequest
 from unspool.model.config import LayerShape, Recurrence, Rotary
 from unspool.sampling import SamplingSettings
@@ -176,6 +186,31 @@ def test_long_chunks_by_the_library(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "empty", empty_of_nan)
     np.testing.assert_allclose(logits(), expected, atol=0.02 * float(np.abs(expected).max()))
     assert pasts == [0, 0, 16, 0, 0, 32, 0, 16], "each chunk of at least 17 tokens"
+
+
+def test_after_the_last_attention_only_rows_with_outputs_go_on(monkeypatch: pytest.MonkeyPatch):
+    shape = config(layers=2, context=128)
+    model, expected = cuda_model(RandomCheckpoint(shape)), torch_model(RandomCheckpoint(shape))
+    rows: dict[int, list[int]] = {0: [], 1: []}
+    multiply = LayerOps.multiply
+
+    def counted(ops: Any, matrix: Any, x: torch.Tensor, out: torch.Tensor) -> None:
+        for number, layer in enumerate(model.weights.layers):
+            if matrix is layer.feed.dense.down:
+                rows[number].append(len(x))
+        multiply(ops, matrix, x, out)
+
+    monkeypatch.setattr(LayerOps, "multiply", counted)
+    results = []
+    for running in (backend(model), backend(expected)):
+        library = Library(PAGES, shape.vocab_size)
+        a, b = library.text(40), library.text(17)
+        first = batch_of([(a, 20)])
+        running.launch(replace(first, logits_indices=first.logits_indices[:0])).result()
+        a.read += 20
+        results.append(np.concatenate(read_to_last(running, [(a, 20), (b, 17)])))
+    np.testing.assert_allclose(*results, atol=CLOSE)
+    assert rows == {0: [20, 37], 1: [2]}
 
 
 _DELTA = Recurrence(conv_kernel=4, key_heads=2, value_heads=4, key_width=8, value_width=12)

@@ -206,6 +206,11 @@ class DecodeRows:
     def __len__(self) -> int:
         return len(self.table_rows)
 
+    def at(self, index: Tensor) -> DecodeRows:
+        """The rows of `index`."""
+        ints = (self.table_rows, self.positions, self.ends)
+        return DecodeRows(self.table, *(x[index] for x in ints))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionScratch:

@@ -19,6 +19,8 @@ from unspool.backends.cuda.runner import ActivationBuffers, LayerHooks, LayerOps
 from unspool.backends.cuda.step_io import to_device
 from unspool.backends.step import Ints, StepBatch, max_int
 
+_FEW_OUTPUTS = 8  # with at least this many tokens for each output, the last layer skips the others
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
@@ -32,6 +34,7 @@ class PrefillBatch:
     long_chunks: list[attention.LongChunk]
     states: StateRows | None
     logits_index: Tensor  # tokens whose logits are returned
+    longest_logits: int  # longest context of these
     adapters: Ints | None  # adapter slot of each token
 
 
@@ -107,9 +110,11 @@ class PrefillRunner:
             )
         logits_rows = to_device(logits_index, device)
         longest_joined = max_int(ends[: len(joined)]) if len(joined) else 0
+        longest_logits = max_int(ends[logits_index]) if len(logits_index) else 0
         return PrefillBatch(
-            tokens, rows, joined, longest_joined, tiles, long_chunks, states, logits_rows, adapters
-        )
+            tokens, rows, joined, longest_joined, tiles, long_chunks, states, logits_rows,
+            longest_logits, adapters,
+        )  # fmt: skip
 
     def run(self, prefill: PrefillBatch, hooks: LayerHooks | None = None) -> Tensor:
         """Run the model; return logits [requested, vocabulary]."""
@@ -118,7 +123,11 @@ class PrefillRunner:
         spare_rows = attention.LONG_BLOCK if prefill.long_chunks else 0
         a = ActivationBuffers(weights, len(prefill.tokens), spare_rows)
         adapt, adapt_head = self._adapters_for(prefill)
-        ops = LayerOps(runner, a, adapt)
+        ops, logits_index = LayerOps(runner, a, adapt), prefill.logits_index
+        outputs = None  # rows that are needed after the last attention or recurrence
+        has_few = len(logits_index) <= min(inputs.rows, len(prefill.tokens) // _FEW_OUTPUTS)
+        if has_few and hooks is None and prefill.adapters is None:
+            outputs = logits_index
         runner.embed(ops, prefill.tokens, prefill.rows.positions, inputs.no_updates, hooks)
 
         def attend(layer: int, qkv: Tensor, out: Tensor) -> None:
@@ -127,6 +136,13 @@ class PrefillRunner:
             work = attention.prefill_shape(shape, weights.dtype, weights.device, runner.exact)
             tiles = prefill.tiles[work]
             attention.store_keys(qkv, keys, values, shape, prefill.rows, pdl=False)
+            if outputs is not None and layer == runner.last_mixer:
+                if len(outputs):
+                    rows, mixed = prefill.rows.at(outputs), out[: len(outputs)]
+                    longest = prefill.longest_logits
+                    runner.decode_attention(layer, qkv[outputs], mixed, rows, longest)
+                    out[outputs] = mixed.clone()
+                return
             attention.prefill_attention(
                 qkv, out, keys, values, shape, prefill.rows, tiles, exact=runner.exact
             )
@@ -146,12 +162,12 @@ class PrefillRunner:
             )  # fmt: skip
 
         scratch = ExpertScratch.for_tokens(a.rows, weights.config, weights)
-        runner.layers(ops, attend, recur, scratch, hooks)
-        shape = (len(prefill.logits_index), weights.config.vocab_size)
+        runner.layers(ops, attend, recur, scratch, hooks, outputs)
+        shape = (len(logits_index), weights.config.vocab_size)
         logits = torch.empty(shape, dtype=weights.dtype, device=weights.device)
         if len(logits):
             ops.adapt = adapt_head
-            runner.head(ops, logits, prefill.logits_index, hooks)
+            runner.head(ops, logits, logits_index if outputs is None else None, hooks)
         return logits
 
     def _adapters_for(self, prefill: PrefillBatch) -> tuple[Adapt | None, Adapt | None]:

@@ -73,6 +73,13 @@ class ActivationBuffers:
         part.rows, part._data = rows, dict(self._data)
         return part
 
+    def only(self, index: Tensor, weights: Weights) -> ActivationBuffers:
+        """Buffers for the rows of `index`, with their residual stream and token inputs."""
+        part, widths = ActivationBuffers(weights, len(index)), _buffer_widths(weights)
+        for name in ("h", "token_inputs"):
+            part.view(name, widths[name]).copy_(self.view(name, widths[name])[index])
+        return part
+
     def swap_residual(self) -> None:
         """Make `x`, where a kernel wrote the new residual stream, the residual stream `h`."""
         self._data["h"], self._data["x"] = self._data["x"], self._data["h"]
@@ -212,6 +219,11 @@ class LayerOps:
         self._post = self._post if post is None else post
         self._scale = scale
 
+    def keep_rows(self, index: Tensor) -> None:
+        """Go on with these rows only."""
+        self.residual()
+        self.buffers = self.buffers.only(index, self._runner.weights)
+
     def residual(self) -> Tensor:
         """The residual stream with all additions."""
         if self._added:
@@ -300,6 +312,9 @@ class ModelRunner:
         self.attention_layers = attention.attention_layers(weights, context)
         self.recurrent_layers = recurrent_layers(weights, pages)
         self._recurrent_scratch = RecurrentScratch.for_tokens(rows, config, weights.device)
+        # Last layer in which a token reads others: afterwards only rows with outputs are needed.
+        mixers = [number for number, layer in enumerate(weights.layers) if layer.mixer is not None]
+        self.last_mixer = mixers[-1] if mixers else -1
         self._keys = {layer: pages.keys(layer) for layer in self.attention_layers}
         self._values = {layer: pages.values(layer) for layer in self.attention_layers}
         self._scratch = attention.AttentionScratch.for_rows(
@@ -384,12 +399,21 @@ class ModelRunner:
         recur: Recur,
         scratch: ExpertScratch,
         hooks: LayerHooks | None = None,
+        outputs: Tensor | None = None,
     ) -> None:
-        """Run all layers, from embeddings to the last residual."""
+        """Run all layers, from embeddings to the last residual.
+
+        outputs: rows whose last residual is needed; None: all. The others end in `last_mixer`.
+        """
         for number, layer in enumerate(self.weights.layers):
             if hooks and hooks.wants("resid", number):
                 hooks("resid", number, ops.residual())
             mixed = self._mix(ops, number, layer, attend, recur, hooks)
+            if outputs is not None and number == self.last_mixer:
+                if not len(outputs):
+                    return
+                ops.keep_rows(outputs)
+                mixed = None if mixed is None else mixed[outputs]
             fed: PartOutput | None = None
             if layer.feed is not None and self.weights.config.parallel:  # reads the layer's input
                 fed = self._feed(ops, layer.feed, layer.feed_norm, scratch)
