@@ -13,7 +13,13 @@ from helpers.paged_texts import Library, RandomCheckpoint, batch_of, config
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from unspool.backends.cuda.step_io import StepOutputs  # noqa: E402
+from unspool.backends.cuda import step_io  # noqa: E402
+from unspool.backends.cuda.step_io import (  # noqa: E402
+    DecodeStates,
+    SegmentCopy,
+    StepInputs,
+    StepOutputs,
+)
 from unspool.engine.loop import concat_logits  # noqa: E402
 
 LINES, PROMPTS, VOCABULARY = 8, 20, 5
@@ -105,3 +111,50 @@ def test_logits_of_different_places_are_joined_on_the_host():
     joined_logits = concat_logits([np.zeros((1, 4), np.float32), torch.ones(2, 4)])
     assert isinstance(joined_logits, np.ndarray) and joined_logits.sum(1).tolist() == [0, 4, 4]
     assert torch.is_tensor(concat_logits([torch.ones(1, 4), torch.ones(2, 4)]))
+
+
+@pytest.fixture
+def by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy as on a GPU; blocks are small, as the interpreter is slow."""
+    monkeypatch.setattr(step_io, "_COPY_BLOCK", 64)
+    monkeypatch.setattr(SegmentCopy, "__call__", SegmentCopy.launch)
+
+
+@pytest.mark.usefixtures("by_the_kernel")
+def test_the_picks_of_the_first_rows_are_copied():
+    result = filled().copy_to_host(np.array([0, 2]), None, None, has_prefill=False).result()
+    assert (result.tokens.tolist(), result.logprobs.tolist()) == ([0, 20], [0, 2])
+
+
+@pytest.mark.usefixtures("by_the_kernel")
+def test_every_input_of_the_first_rows_is_copied():
+    """Into what another step left there; also with an odd number of rows."""
+    rows, count, size, states = 5, 2, 3, np.array([[7, 8], [9, 10]])
+    inputs = StepInputs(rows, torch.zeros(rows), 4, 0, torch.device("cpu"))
+    inputs._words.fill_(-5)
+    floats, ints = np.arange(12.0).reshape(2, 6), np.arange(12).reshape(2, 6) + 50
+    inputs.send(
+        count, size, np.array([11, 12]), np.array([3, 4]), np.array([5, 6]), np.array([1, 2]),
+        (np.array([20, 21]), np.array([30, 31])),
+        (np.arange(2), floats, ints, np.array([[1, 2], [3, 4]])), np.array([40, 41]),
+        DecodeStates(np.arange(3), states, np.array([[1, 60]])),
+    )  # fmt: skip
+    rest = [-5] * (rows - size)
+    assert inputs.tokens.tolist()[:size] == [11, 12, 0]
+    assert inputs.positions.tolist() == [3, 4, 0, *rest]
+    assert inputs.ends.tolist() == [5, 6, 1, *rest]
+    assert inputs.slots.tolist() == [2, 3, 0, *rest]
+    assert inputs.adapters.tolist() == [40, 41, 0, *rest]
+    assert inputs.canvas[:size].tolist() == [[1, 2], [3, 4], [-1, -1]]
+    assert inputs.floats[:count].tolist() == floats.tolist()
+    assert inputs.ints[:count].tolist() == ints.tolist()
+    assert inputs.floats[count].tolist() == list(step_io._GREEDY)
+    starts, reads, writes, captures = (x.tolist() for x in inputs.state_tensors(size))
+    assert (starts, reads[:2], writes[:2], captures) == (
+        [0, 1, 2, 2],
+        [7, 9],
+        [8, 10],
+        [-1, 60, -1],
+    )
+    updates = inputs.updates.tolist()
+    assert updates[:3] == [2, 20, 21] and updates[1 + step_io.MAX_TABLE_UPDATES :][:2] == [30, 31]

@@ -20,6 +20,20 @@ from unspool.backends.cuda.kernels.common import (
 # -- Small kernels between the GEMMs of a batch: one program per row (a new token)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def copy_segments(source, target, segments, rows, BLOCK: tl.constexpr):
+    """Copy parts of a buffer of words, one per program. Source or target is memory of the host.
+
+    segments [programs, 3]: the first word of a part, its words per row, and words besides.
+    """
+    part = segments + tl.program_id(0) * 3
+    first, words = tl.load(part), tl.load(part + 1) * rows + tl.load(part + 2)
+    for at in range(0, words, BLOCK):
+        word = at + tl.arange(0, BLOCK)
+        values = tl.load(source + first + word, mask=word < words)
+        tl.store(target + first + word, values, mask=word < words)
+
+
 @triton.jit
 def embed_and_update(
     updates, table, tokens, previous, positions, embed, position_embed, h, scale, ROOM,
