@@ -180,7 +180,7 @@ class CudaBackend:
         self._previous_index: Ints | None = None
 
     def _new_picker(self, picks: Tensor, logprobs: Tensor) -> DevicePicker:
-        picker = DevicePicker(len(picks), self.vocab_size, self._device)
+        picker = DevicePicker(len(picks), self.vocab_size, self._device, pdl=self.runner.pdl)
         picker.picks, picker.logprobs, picker.previous = picks, logprobs, self._outputs.picks
         return picker
 

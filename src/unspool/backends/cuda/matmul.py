@@ -200,9 +200,11 @@ def gemv_tiling(
             block_rows = 1
         elif block_rows == 2:
             block_rows, threads = 4, 2 * threads
-    elif 512 < columns <= 1024 and rows < 16_384:  # small programs, many of them
-        block_rows = threads = 2 // tiles
-        warps_per_sm, most_programs = 2 * warps_per_sm // tiles, 16
+    elif 512 < columns <= 1024:  # small programs, many of them
+        most_programs = 16
+        if rows < 16_384:
+            block_rows = threads = 2 // tiles
+            warps_per_sm = 2 * warps_per_sm // tiles
     warps = max(1, min(16, 1 << round(math.log2(max(1, threads)))))
     programs = num_multiprocessors(device) * min(most_programs, max(1, warps_per_sm // warps))
     return [block_rows, warps, min(-(-rows // block_rows), -(-programs // vectors))]

@@ -48,12 +48,18 @@ class DevicePicker:
     """
 
     def __init__(
-        self, rows: int, vocab_size: int, device: torch.device | str, history: int = 1 << 16
+        self,
+        rows: int,
+        vocab_size: int,
+        device: torch.device | str,
+        history: int = 1 << 16,
+        *,
+        pdl: bool = False,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.vocab_size = vocab_size
+        self.vocab_size, self._pdl = vocab_size, pdl
         self._rows_per_launch = max_rows = min(rows, _ROWS_PER_LAUNCH)
         self.floats = zeros(rows, 6)
         self.ints = zeros(rows, 6, dtype=torch.int64)
@@ -123,7 +129,8 @@ class DevicePicker:
             count_tokens[(num_rows,)](*tally_args, CLEAR=False, BLOCK=_HISTORY_BLOCK)
         grid = (num_rows, min(self._pieces, -(-_PROGRAMS // num_rows)))
         inputs = (logits, logits.stride(0), floats, ints, counts)
-        pass_args = {"PIECE": _PIECE, "PENALTIES": penalties, "num_warps": _PASS_WARPS, **_NO_FMA}
+        options = {"PENALTIES": penalties, "PDL": self._pdl, "launch_pdl": self._pdl, **_NO_FMA}
+        pass_args = {"PIECE": _PIECE, "num_warps": _PASS_WARPS, **options}
         summarize[grid](
             *inputs, *self._parts, self._tops, self._state, self._arrived, picks, logprobs,
             self.summaries[rows], self.vocab_size, self._unit, ROOM=self._padded_pieces,
@@ -139,8 +146,7 @@ class DevicePicker:
             )
             sample_tokens[(num_rows,)](
                 *row_args, self._sums, *candidates, picks, logprobs, *size, self._span,
-                ROOM=_MAX_CANDIDATES, BINS=_BINS, BLOCK=_BLOCK, PENALTIES=penalties,
-                num_warps=_FINISH_WARPS, **_NO_FMA,
+                ROOM=_MAX_CANDIDATES, BINS=_BINS, BLOCK=_BLOCK, num_warps=_FINISH_WARPS, **options,
             )  # fmt: skip
         if penalties:
             count_tokens[(num_rows,)](*tally_args, CLEAR=True, BLOCK=_HISTORY_BLOCK)

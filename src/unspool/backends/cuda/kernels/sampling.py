@@ -20,6 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from unspool.backends.cuda.kernels.common import wait
+
 # -- Orderable floats, exponentials, and the random number of a draw
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -526,9 +528,10 @@ def finish_summary(
 def summarize(
     logits, stride, floats, ints, counts, model_parts, edited_parts, block_maxima, state, arrived,
     picks, logprobs, summaries, vocabulary, unit, PIECE: tl.constexpr, ROOM: tl.constexpr,
-    PENALTIES: tl.constexpr, SAMPLED: tl.constexpr,
+    PENALTIES: tl.constexpr, PDL: tl.constexpr, SAMPLED: tl.constexpr,
 ):  # fmt: skip
     """Summarize the pieces of every row before and after penalties; then the row."""
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     pieces = tl.cdiv(vocabulary, PIECE)
     logits += row * stride
@@ -685,9 +688,10 @@ def find_bins(floats, ints, state, ranking, bins, bin_ranges, sums, BINS: tl.con
 @triton.jit
 def fill_bins(
     logits, stride, floats, ints, counts, state, bins, bin_ranges, sums, arrived, vocabulary, unit,
-    PIECE: tl.constexpr, BINS: tl.constexpr, PENALTIES: tl.constexpr,
+    PIECE: tl.constexpr, BINS: tl.constexpr, PENALTIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum the candidates of each bin: bins [rows, kinds, BINS]."""
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     state += row * STATE
     if tl.load(state + ACTIVE) != 0.0:
@@ -733,8 +737,10 @@ def fill_bins(
 def gather(
     logits, stride, floats, ints, counts, state, bins, bin_ranges, values, tokens, vocabulary, unit,
     ROOM: tl.constexpr, PIECE: tl.constexpr, BINS: tl.constexpr, PENALTIES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Store the candidates of the chosen bins in `values` and `tokens` [rows, ROOM]."""
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     state += row * STATE
     if tl.load(state + ACTIVE) != 0.0:
@@ -879,9 +885,10 @@ def sample_row(
 def sample_tokens(
     logits, stride, floats, ints, counts, state, bins, bin_ranges, sums, values, tokens, picks,
     logprobs, vocabulary, unit, span, ROOM: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
-    PENALTIES: tl.constexpr,
+    PENALTIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Pick the token of every sampled row; reset the bins."""
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     state += row * STATE
     if tl.load(state + ACTIVE) != 0.0:
