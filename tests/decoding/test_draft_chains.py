@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from pathlib import Path
@@ -17,6 +18,7 @@ from helpers.cuda_support import cuda_model, torch_model
 from helpers.heads_support import PROMPT, read_text, save_eagle, vectors_of
 from helpers.mtp_support import expected_logits, random_model
 from helpers.paged_texts import RandomCheckpoint, config
+from unspool.backends.cuda.graphs import GraphCache
 from unspool.decoding.speculative.controller import DraftShape
 from unspool.decoding.speculative.eagle import load_eagle
 from unspool.decoding.speculative.head import DraftNode, build_draft
@@ -185,6 +187,58 @@ def test_only_distances_between_positions_matter(folder: Path) -> None:
         assert np.allclose(logits, logits[0], atol=1e-2)
         context.read(np.array([9023]), vectors[:, :1], [5])
         assert not np.allclose(context.expand([root], tokens)[0].numpy(), logits[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+def test_in_graphs_a_head_drafts_the_same(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short reads and chains as on a GPU; without one their functions are called."""
+    shapes = (DraftShape(5), DraftShape(6, min_probability=0.01), DraftShape(7, width=2, depth=4))
+    random, runs = np.random.default_rng(1), collections.Counter[Any]()
+    run = GraphCache.run
+    monkeypatch.setattr(GraphCache, "run", lambda *a: runs.update([a[1]]) or run(*a))
+    with unspool.load(folder, backend="torch", device="cpu", memory=8 << 20) as lm:
+        head = make_head(kind, folder, lm.model)
+        text = random.integers(0, VOCABULARY, 400).tolist()
+        vectors = random.standard_normal((len(head.layers), 400, WIDTH)).astype(np.float32)
+
+        def write(captures: bool) -> tuple[list[Any], list[Any]]:
+            head.captures, contexts = captures, [head.context()]
+            drafts, logits = list[Any](), list[Any]()
+
+            def read(count: int) -> None:
+                context = contexts[-1]
+                places = np.arange(len(context), len(context) + count)
+                context.read(places, vectors[:, places], [text[n + 1] for n in places])
+                tokens = text[: len(context) + 1]
+                drafts.extend(build_draft(context, tokens, head.ids, s, 0.7) for s in shapes)
+                root = DraftNode(tokens[-1])
+                logits.append(context.expand([root], tokens).clone())
+                logits.append(context.expand([DraftNode(5, root, 1)], tokens).clone())
+
+            for count in (20, 1, 8, 3, 9, 2):
+                read(count)
+            contexts[-1].truncate(25)
+            for count in (4, 1):
+                read(count)
+            contexts.append(contexts[-1].fork(15))
+            for count in (1, *[8] * 37):  # also when the buffers grow
+                read(count)
+            del contexts[:]  # the next text gets its buffers
+            contexts.append(head.context())
+            for count in (7, 2):
+                read(count)
+            return drafts, logits
+
+        expected, expected_logits = write(False)
+        assert not runs
+        head._free.clear()
+        drafts, logits = write(True)
+        for pair in zip(logits, expected_logits, strict=True):
+            torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
+        assert drafts == expected
+        assert (runs["read"], runs["root"]) == (46, 4 * 46) and runs["level"] > 5 * 46
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])

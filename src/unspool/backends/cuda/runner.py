@@ -220,7 +220,7 @@ class LayerOps:
         self._scale = scale
 
     def keep_rows(self, index: Tensor) -> None:
-        """Go on with these rows only."""
+        """Drop all other rows."""
         self.residual()
         self.buffers = self.buffers.only(index, self._runner.weights)
 

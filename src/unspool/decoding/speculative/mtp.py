@@ -14,6 +14,7 @@ from unspool.errors import ModelFileError, SettingsError
 from unspool.model.files.checkpoint import open_checkpoint
 from unspool.model.files.mtp import MtpTensors
 from unspool.model.layers.mtp import MtpLayer
+from unspool.model.layers.parts import FeedForward
 
 
 class MtpHead(DraftHead):
@@ -36,6 +37,8 @@ class MtpHead(DraftHead):
         self._mtp.requires_grad_(False)
         fuse_norms(self._mtp)
         self.attention = self._mtp.layer.attention
+        # What experts compute depends on the tokens.
+        self.has_fixed_shapes = isinstance(self._mtp.layer.feed, FeedForward)
         gain = model.vector("norm.weight")
         assert gain is not None, "the model has an RMSNorm before its head"
         self._gain = self.to_tensor(gain)
