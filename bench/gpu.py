@@ -10,7 +10,8 @@ many       requests submitted together: new tokens/s of all, prefill included; e
            are written again alone and compared
 drafts     the same with cached prompts and a drafter whose tokens are right with a given
            probability; times the speed without drafts
-mtp        one text with drafts of a random MTP layer, which are wrong: what drafting costs
+mtp        one text with drafts of an MTP layer, which costs time, and whose tokens are right with a
+           given probability
 first      seconds from the request to its first token, as a fraction of the limit
 server     tokens/s that reach the clients of `unspool serve`, see bench/serve.py
 load       seconds of `unspool.load` of a checkpoint on disk, and of only reading the files
@@ -137,6 +138,7 @@ PARTS = {
             )
         ),
         Part(key="8b-exact", title="8B bf16, one text, exact", shape="8b", exact=True),
+        Part(key="135m-exact", title="135M bf16, one text, exact", shape="135m", exact=True),
         *(
             Part(key=f"8b-drafts-{rows}-{acceptance}", work="drafts", rows=rows, new=128,
                  title=f"8B bf16, {rows} at once, three drafted tokens, right {acceptance:.0%}",
@@ -144,9 +146,10 @@ PARTS = {
             for rows in (1, 4, 16) for acceptance in (0.5, 0.7, 0.9)
         ),
         *(
-            Part(key=f"8b-mtp-{count}", work="mtp", shape="8b", new=128, drafted=count,
-                 title=f"8B bf16, one text, drafts of an MTP layer that are wrong, length {count}")
-            for count in (1, 3)
+            Part(key=f"8b-mtp-{count}-{acceptance}", work="mtp", shape="8b", new=128,
+                 drafted=count, acceptance=acceptance,
+                 title=f"8B bf16, one text, MTP layer, {count} drafted, right {acceptance:.0%}")
+            for count, acceptance in ((1, 0.0), (3, 0.0), (1, 0.8), (3, 0.7), (3, 0.9))
         ),
         Part(key="8b-64-exact", title="8B bf16, 64 requests of 512 + 128, exact", shape="8b",
              exact=True, **_LONG),

@@ -182,7 +182,11 @@ class UnspoolRunner:
 
     def measure_mtp(self, part: Part) -> dict[str, Any]:
         """A text with drafts of a random MTP layer against the same without, after the first
-        token."""
+        token.
+
+        Its drafts are wrong. With an acceptance, tokens of the text replace them, of which each is
+        right with this probability.
+        """
         from unspool.decoding.speculative.controller import DraftShape, FixedShape
         from unspool.decoding.speculative.head_drafter import HeadDrafter
         from unspool.decoding.speculative.mtp import MtpHead
@@ -190,23 +194,32 @@ class UnspoolRunner:
         if self.mtp is None:
             tensors: Any = RandomMtp(self.lm.config.mtp_layer_config())
             self.mtp = MtpHead(Path("random"), tensors, self.lm.model, self.lm.context)
+        prompt, known = self._prompt(part.prompt), list[KnownText]()
 
-        def make(request: Any) -> HeadDrafter:
-            return HeadDrafter(self.mtp, request, FixedShape(DraftShape(part.drafted)))
+        class Drafter(HeadDrafter):
+            def propose(self, tokens: Sequence[int], most: int) -> Any:
+                draft = super().propose(tokens, most)
+                return known[0].propose(tokens, len(draft)) if known else draft
 
-        prompt, seconds = self._prompt(part.prompt), list[float]()
-        for drafter in (None, make):
+        def make(request: Any) -> Drafter:
+            return Drafter(self.mtp, request, FixedShape(DraftShape(part.drafted)))
+
+        def write(drafter: Any) -> tuple[list[Any], float]:
             stream = self._stream(part, prompt, 0, speculate=drafter)
-            next(stream)
+            first = next(stream)
             start = time.perf_counter()
-            steps = list(stream)
-            seconds.append(time.perf_counter() - start)
+            return [first, *stream], time.perf_counter() - start
+
+        if part.acceptance:
+            text = prompt + [step.token for step in write(make)[0]]
+            known.append(KnownText(text, part.acceptance, self.lm.vocab_size))
+        plain_s, (steps, elapsed) = write(None)[1], write(make)
         outcomes = [step.draft for step in steps]  # a rejected token ends a draft
         accepted, rejected = outcomes.count("accepted"), outcomes.count("rejected")
         assert accepted or rejected, "nothing was drafted"
-        result = throughput(seconds[1], len(steps), 0.0)
+        result = throughput(elapsed, len(steps) - 1, 0.0)
         fraction = accepted / (accepted + rejected)
-        return {**result, "speedup": seconds[0] / seconds[1], "accepted": fraction}
+        return {**result, "speedup": plain_s / elapsed, "accepted": fraction}
 
     def measure_first(self, part: Part) -> dict[str, Any]:
         start = time.perf_counter()

@@ -20,7 +20,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 @pytest.mark.slow
 def test_every_kind_of_work_runs_on_tiny_shapes(tmp_path: Path) -> None:
-    names = ["8b", "8b-first", "0.6b-sampled", "8b-q4", "8b-load", "8b-mtp-3"]
+    names = ["8b", "8b-first", "0.6b-sampled", "8b-q4", "8b-load", "8b-mtp-3-0.7"]
     done = subprocess.run(
         [sys.executable, str(BENCH / "gpu.py"), *names, "--tiny", "--device", "cpu",
          "--out", str(tmp_path)],
@@ -32,7 +32,7 @@ def test_every_kind_of_work_runs_on_tiny_shapes(tmp_path: Path) -> None:
     for name in names:
         assert results["parts"][name]["seconds"] > 0
     assert results["parts"]["0.6b-sampled"]["same_alone"] == "3 of 3"
-    assert results["parts"]["8b-mtp-3"]["speedup"] > 0
+    assert results["parts"]["8b-mtp-3-0.7"]["speedup"] > 0
     table = (tmp_path / "table.md").read_text()
     assert table in done.stdout
     for name in names:
