@@ -194,12 +194,12 @@ class UnspoolRunner:
         if self.mtp is None:
             tensors: Any = RandomMtp(self.lm.config.mtp_layer_config())
             self.mtp = MtpHead(Path("random"), tensors, self.lm.model, self.lm.context)
-        prompt, known = self._prompt(part.prompt), list[KnownText]()
+        prompt, texts = self._prompt(part.prompt), list[KnownText]()
 
         class Drafter(HeadDrafter):
             def propose(self, tokens: Sequence[int], most: int) -> Any:
                 draft = super().propose(tokens, most)
-                return known[0].propose(tokens, len(draft)) if known else draft
+                return texts[0].propose(tokens, len(draft)) if texts else draft
 
         def make(request: Any) -> Drafter:
             return Drafter(self.mtp, request, FixedShape(DraftShape(part.drafted)))
@@ -212,7 +212,7 @@ class UnspoolRunner:
 
         if part.acceptance:
             text = prompt + [step.token for step in write(make)[0]]
-            known.append(KnownText(text, part.acceptance, self.lm.vocab_size))
+            texts.append(KnownText(text, part.acceptance, self.lm.vocab_size))
         plain_s, (steps, elapsed) = write(None)[1], write(make)
         outcomes = [step.draft for step in steps]  # a rejected token ends a draft
         accepted, rejected = outcomes.count("accepted"), outcomes.count("rejected")

@@ -82,15 +82,18 @@ def cpu_table(results: dict[str, Any], _: str) -> str:
 
 
 def gpu_table(results: dict[str, Any], selection: str) -> str:
-    """A run of bench/gpu.py: the parts of `GPU_SHORT`, those with drafts, or all others."""
+    """A run of bench/gpu.py: the parts of `GPU_SHORT`, those with drafts, those of an MTP layer, or
+    all others."""
     sys.path.insert(0, str(DOCS.parent / "bench"))
     import gpu
 
     parts = [part for part in gpu.PARTS.values() if part.key in results["parts"]]
+    if selection == "mtp":
+        return mtp_table(results["parts"], [part for part in parts if part.work == "mtp"])
     if selection == "drafts":
         text = drafts_table(results["parts"], [part for part in parts if part.work == "drafts"])
     else:
-        parts = [part for part in parts if part.work != "drafts"]
+        parts = [part for part in parts if part.work not in ("drafts", "mtp")]
         if selection == "short":
             parts = [part for part in parts if part.key in GPU_SHORT]
         text = gpu_parts_table(results, parts)
@@ -124,6 +127,16 @@ def gpu_parts_table(results: dict[str, Any], parts: list[Any]) -> str:
         rows.append([title, speed, reached, first, entry.get("same_alone", "–")])
     header = ["work", "tokens/s", "of the limit", "first token, ms", "same text alone"]
     return table(header, rows)
+
+
+def mtp_table(entries: dict[str, Any], parts: list[Any]) -> str:
+    """Drafts of an MTP layer by their length and the probability that a token is right."""
+    rows = [
+        [str(part.drafted), f"{part.acceptance:.0%}", f"{entries[part.key]['tokens_s']:,.0f}",
+         f"{entries[part.key]['speedup']:.2f}x"]
+        for part in parts
+    ]  # fmt: skip
+    return table(["drafted tokens", "right", "tokens/s", "times the speed without"], rows)
 
 
 def drafts_table(entries: dict[str, Any], parts: list[Any]) -> str:
