@@ -29,7 +29,7 @@ from unspool.model.layers.parts import Norm, apply_rope
 from unspool.model.layers.transformer import Attention, RopeTables, softmax_with_sinks
 
 _FIRST_CAPACITY = 256  # positions of a KV cache
-_MAX_FREE = 16  # buffers that are kept for later texts
+_MAX_FREE, _MAX_FREE_CAPACITY = 8, 2048  # buffers that are kept for later texts
 _GRAPH_ROWS = 8  # positions of a read in a captured graph
 _GRAPH_ROOM = _GRAPH_ROWS + 32  # positions after those read: of padding, and of a draft
 _FIRST_ROPE_CAPACITY = 4096  # positions of the RoPE tables
@@ -74,7 +74,8 @@ class DraftHead(ABC):
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self._max_length = max_length  # longest text; some kinds of RoPE depend on it
         self.rope = RopeTables(torch.zeros(0), torch.zeros(0))  # of the first positions
-        self.captures = self.device.type == "cuda"
+        # Whether graphs are captured: not if embeddings or logits are computed on the host.
+        self.captures = self.device.type == "cuda" and self.device_model is not None
         self._free: list[HeadBuffers] = []  # of texts that are gone, with their graphs
 
     @abstractmethod
@@ -118,8 +119,8 @@ class DraftHead(ABC):
         return HeadBuffers(self, capacity)
 
     def recycle(self, buffers: HeadBuffers) -> None:
-        """Keep buffers for the next text."""
-        if len(self._free) < _MAX_FREE:
+        """Keep buffers for the next text, if they are small."""
+        if buffers.capacity <= _MAX_FREE_CAPACITY and len(self._free) < _MAX_FREE:
             self._free.append(buffers)
 
     def embed(self, tokens: Tensor) -> Tensor:
