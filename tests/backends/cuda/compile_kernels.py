@@ -58,6 +58,7 @@ from unspool.backends.cuda.matmul import (
     repack,
 )
 from unspool.backends.cuda.recurrent import recur
+from unspool.backends.cuda.step_io import SegmentCopy
 from unspool.backends.cuda.weights import PlainMatrix
 from unspool.backends.interventions import Add, Intervention, StepInterventions
 
@@ -207,6 +208,11 @@ def canvas_details(dtype: torch.dtype) -> None:
     measure_rows[(4,)](logits, 3000, canvas, numbers, numbers, 3000, BLOCK=2048)
 
 
+def copied() -> None:
+    words = torch.zeros(64, dtype=torch.int32)
+    SegmentCopy([(0, 2, 0)], torch.device("cpu")).launch(words, words, 3)
+
+
 def changed(dtype: torch.dtype, width: int) -> None:
     config = shape(width=width, layers=1)
     pool = VectorPool(torch.device("cpu"))
@@ -252,4 +258,5 @@ if __name__ == "__main__":
         canvas_details(dtype)
         changed(dtype, 576)
     changed(torch.bfloat16, 9000)
+    copied()
     print(*sorted(compiled))

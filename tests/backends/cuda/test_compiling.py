@@ -22,9 +22,10 @@ def test_kernels_compile(tmp_path: Path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [
-        "attend", "change_rows", "combine", "convolve", "down_project", "exclude_tokens", "expand",
-        "finish", "gather_down", "gather_up", "gemv_kernel", "group_pairs", "measure_rows",
-        "merge_parts", "packed_gemm", "packed_gemv", "prefill", "prepare_chunks", "recur_tokens",
-        "route", "route_few", "scan_chunks", "select_experts", "short_conv", "short_conv_stats",
-        "shrink", "store_conv", "store_keys", "up_project",
+        "attend", "change_rows", "combine", "convolve", "copy_segments", "down_project",
+        "exclude_tokens", "expand", "finish", "gather_down", "gather_up", "gemv_kernel",
+        "group_pairs", "measure_rows", "merge_parts", "packed_gemm", "packed_gemv", "prefill",
+        "prepare_chunks", "recur_tokens", "route", "route_few", "scan_chunks",
+        "select_experts", "short_conv", "short_conv_stats", "shrink", "store_conv",
+        "store_keys", "up_project",
     ]  # fmt: skip
