@@ -35,7 +35,7 @@ def test_the_text_is_the_same(
         backend: Any = lm.engine.backend
         if not exact:  # the end of a prompt whose hidden states are read would use other kernels
             backend.graph_tokens = 0
-            monkeypatch.setattr(prefill, "_FEW_OUTPUTS", 1 << 30)
+            monkeypatch.setattr(prefill, "_TOKENS_PER_OUTPUT", 1 << 30)
         save_eagle(tmp_path, lm, layers=(0, 1, 2))
         head = load_eagle(tmp_path, lm.model)
         for prompt in (PROMPT, PROMPT[:2], TEXT[:600]):
@@ -86,7 +86,7 @@ def test_captured_levels(device: str, tmp_path: Path, kind: str):
         vectors = random.standard_normal((len(head.layers), 400, width)).astype(np.float32)
         results = []
         for captures in (False, True):
-            head.captures, context = captures, head.context()
+            head.captures_graphs, context = captures, head.context()
             head._free.clear()
             logits = list[Any]()
             for count in (30, 1, 8, 3, *[8] * 40):

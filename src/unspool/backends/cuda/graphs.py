@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -12,12 +13,19 @@ from unspool.gc_pause import gc_paused
 class GraphCache:
     """Runs functions from captured graphs; captures those that are missing."""
 
-    def __init__(self, device: torch.device) -> None:
+    _pool: Any  # of memory for what the graphs compute in between
+    _stream: torch.cuda.Stream
+
+    def __init__(self, device: torch.device, beside: GraphCache | None = None) -> None:
+        """`beside`: a cache whose memory and stream are used; never run both at the same time.
+
+        For every stream in which a graph is captured, cuBLAS keeps 32 MB on a Hopper GPU.
+        """
         self.can_capture = device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         if self.can_capture:
-            self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(device)
+            self._pool = torch.cuda.graph_pool_handle() if beside is None else beside._pool
+            self._stream = torch.cuda.Stream(device) if beside is None else beside._stream
 
     def __len__(self) -> int:
         return len(self._graphs)

@@ -19,7 +19,7 @@ from unspool.backends.cuda.runner import ActivationBuffers, LayerHooks, LayerOps
 from unspool.backends.cuda.step_io import to_device
 from unspool.backends.step import Ints, StepBatch, max_int
 
-_FEW_OUTPUTS = 8  # with at least this many tokens for each output, the last layer skips the others
+_TOKENS_PER_OUTPUT = 8  # with at least as many, the last layer ends early for the other tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class PrefillRunner:
         adapt, adapt_head = self._adapters_for(prefill)
         ops, logits_index = LayerOps(runner, a, adapt), prefill.logits_index
         outputs = None  # rows that are needed after the last attention or recurrence
-        has_few = len(logits_index) <= min(inputs.rows, len(prefill.tokens) // _FEW_OUTPUTS)
+        has_few = len(logits_index) <= min(inputs.rows, len(prefill.tokens) // _TOKENS_PER_OUTPUT)
         if has_few and hooks is None and prefill.adapters is None:
             outputs = logits_index
         runner.embed(ops, prefill.tokens, prefill.rows.positions, inputs.no_updates, hooks)

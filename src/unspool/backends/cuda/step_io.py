@@ -56,6 +56,10 @@ class SegmentCopy:
         )
 
 
+def _words(buffer: Tensor) -> Tensor:
+    return buffer.view(torch.int32)
+
+
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array to the device through pinned memory, without synchronizing."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -102,6 +106,17 @@ class _Fields:
             updates=int32s[8 * rows + 1 :],
         )
 
+    def segments(self, rows: int) -> list[tuple[int, int, int]]:
+        """The fields (tensors) as segments of `SegmentCopy`."""
+        segments = []
+        for name in self.__slots__:
+            field = getattr(self, name)
+            first = (field.data_ptr() - self.tokens.data_ptr()) // 4
+            words = field.numel() * field.element_size() // 4
+            per_row = 0 if name == "updates" else words // rows
+            segments.append((first, per_row, words - rows * per_row))
+        return segments
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeStates:
@@ -126,10 +141,7 @@ class StepInputs:
             self._buffer[int64_bytes:].view(torch.int32),
             rows,
         )
-        segments = [(0, 2, 0), (2 * rows, 12, 0), (14 * rows, 12, 0), (26 * rows, 4, 0)]
-        segments += [((30 + n) * rows, 1, n == 7) for n in range(8)]  # the int32s
-        segments += [(38 * rows + 1, 0, 1 + 2 * MAX_TABLE_UPDATES)]
-        self._copy, self._words = SegmentCopy(segments, device), self._buffer.view(torch.int32)
+        self._copy, self._words = SegmentCopy(fields.segments(rows), device), _words(self._buffer)
         self.tokens, self.positions, self.ends = fields.tokens, fields.positions, fields.ends
         self.slots, self.updates, self.ints = fields.slots, fields.updates, fields.ints
         self.adapters: Tensor = fields.adapters
@@ -146,6 +158,7 @@ class StepInputs:
             torch.zeros(int64_bytes + int32_bytes, dtype=torch.uint8, pin_memory=pinned)
             for _ in range(_NUM_HOST_BUFFERS)
         ]
+        self._host_words = [_words(buffer) for buffer in self._host_buffers]
         self._host_fields = []
         for buffer in self._host_buffers:
             array = buffer.numpy()
@@ -239,7 +252,7 @@ class StepInputs:
             states: state slots; None: the model has no recurrent layers.
         """
         self._wait_for_buffer()
-        host, buffer = self._host_fields[self._current], self._host_buffers[self._current]
+        host = self._host_fields[self._current]
         host.tokens[:count] = tokens
         host.positions[:count] = positions
         host.ends[:count] = ends
@@ -274,7 +287,7 @@ class StepInputs:
         if picks is not None and picks[3] is not None:
             host.canvas[:padded_rows] = -1
             host.canvas[picks[0]] = picks[3]
-        self._copy(buffer.view(torch.int32), self._words, padded_rows)
+        self._copy(self._host_words[self._current], self._words, padded_rows)
         if self._copy_done:
             self._copy_done[self._current].record()
         self._current = (self._current + 1) % _NUM_HOST_BUFFERS
@@ -302,8 +315,7 @@ class StepOutputs:
         self.picks = self._buffer[total:]
         logprobs = self._buffer[:total].view(torch.float64)
         self.prefill_logprobs, self.decode_logprobs = logprobs[:max_prefill], logprobs[max_prefill:]
-        decode_part = self._buffer[max_prefill : max_prefill + 2 * max_decode]
-        self._decode_part = decode_part.view(torch.int32)
+        self._decode_part = _words(self._buffer[max_prefill : max_prefill + 2 * max_decode])
         self._copy = SegmentCopy([(0, 2, 0), (2 * max_decode, 2, 0)], device)
         self.details = torch.zeros(total, 3, dtype=torch.float64, device=device)  # of canvases
         self._pinned = device.type == "cuda"
@@ -359,7 +371,7 @@ class ResultBuffer:
     def __init__(self, max_decode: int, max_prefill: int, pinned: bool) -> None:
         total = max_decode + max_prefill
         self.all = torch.zeros(2 * total, dtype=torch.int64, pin_memory=pinned)
-        self.decode_part = self.all[max_prefill : max_prefill + 2 * max_decode].view(torch.int32)
+        self.decode_part = _words(self.all[max_prefill : max_prefill + 2 * max_decode])
         numbers = self.all.numpy()
         self.max_decode, self.picks, self.logprobs = (
             max_decode,

@@ -75,7 +75,8 @@ class DraftHead(ABC):
         self._max_length = max_length  # longest text; some kinds of RoPE depend on it
         self.rope = RopeTables(torch.zeros(0), torch.zeros(0))  # of the first positions
         # Whether graphs are captured: not if embeddings or logits are computed on the host.
-        self.captures = self.device.type == "cuda" and self.device_model is not None
+        self.captures_graphs = self.device.type == "cuda" and self.device_model is not None
+        self.graphs = GraphCache(self.device)
         self._free: list[HeadBuffers] = []  # of texts that are gone, with their graphs
 
     @abstractmethod
@@ -111,11 +112,13 @@ class DraftHead(ABC):
         return self.to_host_tensor(array).to(self.device, non_blocking=True)
 
     def buffers(self, capacity: int) -> HeadBuffers:
-        """Buffers for at least `capacity` positions, perhaps with what others left there."""
+        """Buffers for at least `capacity` positions, new or of a text that is gone."""
         capacity = max(_FIRST_CAPACITY, 1 << (capacity - 1).bit_length())
         for place, free in enumerate(self._free):
             if free.capacity == capacity:
-                return self._free.pop(place)
+                del self._free[place]
+                free.clear()
+                return free
         return HeadBuffers(self, capacity)
 
     def recycle(self, buffers: HeadBuffers) -> None:
@@ -175,12 +178,12 @@ class DraftHead(ABC):
     def rope_rows(self, positions: Ints) -> tuple[Tensor, Tensor]:
         """Cosine and sine of ascending positions, [n, width / 2] each."""
         first, end = int(positions[0]), int(positions[-1]) + 1
-        self.cover(end)
+        self.grow_rope(end)
         has_gaps = end - first > len(positions)
         rows = self.to_device(positions) if has_gaps else slice(first, end)
         return self.rope.cosine[rows], self.rope.sine[rows]
 
-    def cover(self, end: int) -> None:
+    def grow_rope(self, end: int) -> None:
         """Make the RoPE tables long enough for positions up to `end`."""
         capacity = len(self.rope.cosine)
         if end > capacity:
@@ -235,8 +238,14 @@ class HeadBuffers:
             torch.zeros((capacity, *size), dtype=head.dtype, device=head.device) for size in sizes
         )
         self.graphs: LevelGraphs | None = None
-        if head.captures and head.has_fixed_shapes and capacity:
+        if head.captures_graphs and head.has_fixed_shapes and capacity:
             self.graphs = LevelGraphs(head, self)
+
+    def clear(self) -> None:
+        """Remove what another text left: masked values have a weight of 0, but 0 * NaN is NaN."""
+        self.values.zero_()
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def copy(self, other: HeadBuffers, count: int) -> None:
         """Copy the first `count` positions of other buffers."""
@@ -254,7 +263,7 @@ class LevelGraphs:
 
     def __init__(self, head: DraftHead, buffers: HeadBuffers) -> None:
         self._head, self._buffers = head, buffers
-        self._cache, self._rope = GraphCache(head.device), head.rope
+        self._cache, self._rope = GraphCache(head.device, head.graphs), head.rope
         device, rows, width = head.device, _GRAPH_ROWS, head.model.config.width
         options: dict[str, Any] = {"dtype": head.dtype, "device": device}
         self._vectors = torch.zeros(len(head.layers), rows, width, **options)
@@ -268,13 +277,17 @@ class LevelGraphs:
         self.hidden = torch.zeros(1, width, **options)  # after the last level
         self._logits: Tensor | None = None
 
+    def clear(self) -> None:
+        """Remove what a read left, as the next one may be shorter."""
+        self._vectors.zero_()
+
     def read(
         self, first: int, positions: Ints, vectors: Floats | Tensor, following: Sequence[int]
     ) -> None:
         """Read positions into the slots from `first` on."""
         head, count, rows = self._head, len(positions), _GRAPH_ROWS
         last = int(positions[-1])
-        head.cover(last + _GRAPH_ROOM)
+        head.grow_rope(last + _GRAPH_ROOM)
         if self._rope is not head.rope:
             self._cache.clear()
             self._rope = head.rope
